@@ -77,16 +77,19 @@ HELP = {  # the texts of `--help`, for the options of the command line
     "max_replicas": "Maximum number of devices per stage; 1 for a pure pipeline.",
     "max_shards": "Maximum number of devices that share the operators of a stage; 1 for no sharding. "
     "Default: any number with --cluster, else 1.",
-    "launch": f"With --cluster: how kernels are launched: {', '.join(MODES)}. Default: as --compile says, else eager.",
-    "precision": f"With --cluster: bytes of parameters, gradients and states: {', '.join(PRECISIONS)}.",
+    "launch": f"With --cluster: how kernels are launched: {', '.join(MODES)}. Default: eager.",
+    "precision": "With --cluster: which copies of a parameter there are, in which dtypes: "
+    f"{', '.join(PRECISIONS)}. Default: all in the dtype of the parameter.",
     "optimizer_step": f"With --cluster: kernels of the optimizer's step: {', '.join(IMPLEMENTATIONS)}.",
-    "overlap": f"With --cluster: what runs behind computing: none, all, or some of {', '.join(OVERLAPS)} joined by +; "
-    "serial: not even launches behind collectives and other layers. Default: sends, as autopar's own runtime does.",
+    "overlap": "With --cluster: which communication computing hides: none, all, or some of "
+    f"{', '.join(OVERLAPS)} joined by +; serial: one layer or collective after another, and no kernel is launched "
+    "ahead of its layer. Default: sends, as autopar's own runtime does.",
     "memory_limit": "Usable memory of each device, such as 8GB, 500MiB or 8e9 (bytes).",
     "optimizer": f"Optimizer whose state must fit in memory: {', '.join(OPTIMIZERS)}.",
     "batch_norm": f"Statistics of batch norm: {', '.join(BATCH_NORM)}.",
-    "tune": "Run this many of the best plans and use the fastest; auto: the best one beside the plain model; 0: none.",
-    "calibrate": "Scale predictions by measured steps of the whole model, also where --tune runs none.",
+    "tune": "Run this many of the best plans for a few steps and use the fastest; auto: the best plan beside the plain "
+    "model; 0: run none.",
+    "calibrate": "Scale all predictions by a few measured steps of the whole model, even with --tune 0.",
     "strict": "Refuse a model with parts that cannot be captured, instead of running these as single operators.",
     "cache": "Read measurements from disk and store new ones.",
 }
@@ -97,6 +100,18 @@ COMMAND_LINE_TYPES: dict[str, Any] = {  # where not those of PlanOptions
     "optimizer": str,
     "tune": str,
 }
+
+
+def check_names(call: str, known: type, keywords: Mapping[str, Any]) -> None:
+    """Raise InputError for keywords of `call` that are none of `known`, a TypedDict, with the closest known name."""
+    names = list(get_type_hints(known))
+    problems = []
+    for name in (name for name in keywords if name not in names):
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]}?" if close else f"its options are {', '.join(names)}"
+        problems.append(f"{call} has no option {name!r}; {hint}")
+    if problems:
+        raise InputError("; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -140,14 +155,7 @@ class PlanOptions:
 
         Raises InputError for an unknown name, with the closest name that is known.
         """
-        names = list(get_type_hints(known))
-        problems = []
-        for name in (name for name in keywords if name not in names):
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"its options are {', '.join(names)}"
-            problems.append(f"{call} has no option {name!r}; {hint}")
-        if problems:
-            raise InputError("; ".join(problems))
+        check_names(call, known, keywords)
         return cls(**keywords)
 
     @property
@@ -173,7 +181,8 @@ class PlanOptions:
                 yield f"{name} must be a whole number of at least 1, got {value!r}"
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not (value is None and name != "batch_norm"):
+            known = isinstance(value, str) and value in choices
+            if not known and not (value is None and name != "batch_norm"):
                 yield f"{name} must be one of {', '.join(choices)}, got {value!r}"
         for name in ("strict", "calibrate"):
             if not isinstance(getattr(self, name), bool):

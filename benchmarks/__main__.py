@@ -1,5 +1,6 @@
 """`python -m benchmarks list | run NAME | all | diff BEFORE.json AFTER.json`.
 
+    list [--json]
     run NAME [--quick] [--json [OUT]] [--results DIR] [--figure OUT.png] [--fresh]
     all [--quick] [--json [OUT]] [--results DIR] [--fresh]
 
@@ -10,9 +11,11 @@ Results are written as they come, and an interrupted run goes on where it ended.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -28,7 +31,7 @@ from benchmarks.kept import Kept, depends_on
 from benchmarks.machine import CHANGING, machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
 from benchmarks.published_runs.tables import TableError
-from benchmarks.registry import BENCHMARKS, WITHOUT_KEPT_MEMORY, Run
+from benchmarks.registry import BENCHMARKS, WITH_FIGURE, WITHOUT_KEPT_MEMORY, Run
 
 _COMMANDS = ("list", "run", "all", "diff")
 
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
         given = ["run", *given]
     options = _parser().parse_args(given)
     if options.command == "list":
-        print(_listing())
+        print(json.dumps({name: what for name, (what, _) in BENCHMARKS.items()}) if options.json else _listing())
         return 0
     if options.command == "diff":
         from benchmarks.diff import run_diff
@@ -59,15 +62,19 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
     name = getattr(options, "name", None)
     if name not in BENCHMARKS:
         what = f"no benchmark {name!r}" if name else "give the name of a benchmark"
+        if name is None and str(getattr(options, "json", "")) in BENCHMARKS:
+            what = f"--json took {options.json} as the file to write; put the name first: run {options.json} --json"
         print(f"{what}; there are\n{_listing()}", file=sys.stderr)
         return 2
-    refused = _of_another_benchmark(options) or _unwritable(options)
+    refused = _of_another_benchmark(options) or _unusable(options) or _unwritable(options)
     if refused:
         print(refused, file=sys.stderr)
         return 2
     return _run(options, own_process)
 
 
+_DEVICE = re.compile(r"cuda(:\d{1,3})?|cpu")
+_FIGURES = (".png", ".svg", ".pdf")  # what a figure can be written as
 _OPTIONS_OF = {"instances": "partition_instances", "tables": "published", "device": "gpu", "models": "gpu"}
 
 
@@ -76,8 +83,25 @@ def _of_another_benchmark(options: argparse.Namespace) -> str | None:
     for option, benchmark in _OPTIONS_OF.items():
         if getattr(options, option) and options.name != benchmark:
             return f"--{option} is an option of {benchmark}; {options.name} does not read it"
+    if options.figure is not None and options.name not in WITH_FIGURE:
+        return f"--figure is an option of {' and '.join(WITH_FIGURE)}; {options.name} draws none"
+    return None
+
+
+def _unusable(options: argparse.Namespace) -> str | None:
+    """What is wrong with the values of options that `run NAME` reads."""
     unknown = [name for name in options.models.split(",") if name and name not in gpu.MODELS]
-    return f"no model {', '.join(unknown)}; gpu has {', '.join(gpu.MODELS)}" if unknown else None
+    if unknown:
+        return f"no model {', '.join(unknown)}; gpu has {', '.join(gpu.MODELS)}"
+    if options.device is not None and not _DEVICE.fullmatch(options.device):
+        return f"--device {options.device}: give cuda, cuda:N or cpu"
+    for name in ("instances", "tables"):
+        folder = getattr(options, name)
+        if folder is not None and not folder.is_dir():
+            return f"--{name} {folder}: there is no such folder"
+    if options.figure is not None and options.figure.suffix not in _FIGURES:
+        return f"--figure {options.figure}: give a name that ends in {', '.join(_FIGURES)}"
+    return None
 
 
 def _unwritable(options: argparse.Namespace) -> str | None:
@@ -147,18 +171,24 @@ def _asked(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _nothing_to_run(options: argparse.Namespace) -> str:
-    if options.name == "published":
-        return f"skipped: no tables in {options.tables}; give --tables DIR, a folder of csv files of published runs"
-    return (
-        f"skipped: no instances in {options.instances}; give --instances DIR, the folder with LayerGraphs/ and "
-        "OperatorGraphs/ of github.com/msr-fiddle/dnn-partitioning"
+    option, folder, needed = (
+        ("--tables", options.tables, "a folder of csv files of published runs")
+        if options.name == "published"
+        else (
+            "--instances",
+            options.instances,
+            "the folder with LayerGraphs/ and OperatorGraphs/ of github.com/msr-fiddle/dnn-partitioning",
+        )
     )
+    why = f"{option} is missing" if folder is None else f"there is nothing to run in {folder}"
+    return f"skipped: {why}; give {option} DIR, {needed}"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of autopar.")
     commands = parser.add_subparsers(dest="command", metavar="list | run NAME | all | diff BEFORE AFTER")
-    commands.add_parser("list", help="show the benchmarks")
+    listing = commands.add_parser("list", help="show the benchmarks")
+    listing.add_argument("--json", action="store_true", help="as JSON: what each shows, by name")
     run = commands.add_parser("run", help="run one benchmark")
     run.add_argument("name", nargs="?", help="see list")
     every = commands.add_parser("all", help="run the benchmarks behind README's table and figures, and remake them")

@@ -7,8 +7,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,8 +27,12 @@ from benchmarks.timing import interleave, ratio
 log = logging.getLogger(__name__)
 
 DEVICES = ("cpu", "cpu")
+Iteration = tuple[Callable[[], object], Callable[[], object]]  # a training step; what drops its gradients
 _SECONDS = 6.0  # of the steps of a model, all systems together
 _MOST_ROUNDS = 100
+# s, of a turn of a system: a training loop repeats its step, and a single step of a millisecond would mostly
+# show what the other systems have left in the caches.
+_TURN = 0.02
 
 
 @dataclass(frozen=True)
@@ -67,27 +72,18 @@ def measure(workload: Workload, quick: bool) -> Row:
     assert tuned.plan is not None
     assert untuned.plan is not None
     step: dict[str, Any] = {"target": workload.target, "loss_fn": workload.loss, **workload.inputs}
-    systems: dict[str, Callable[[], object]] = {
-        "plain": workload.step,
-        "tuned": lambda: tuned.train_step(**step),
-        "untuned": lambda: untuned.train_step(**step),
+    systems: dict[str, Iteration] = {
+        "plain": (workload.step, workload.clear),
+        "tuned": (lambda: tuned.train_step(**step), tuned.unwrap().zero_grad),
+        "untuned": (lambda: untuned.train_step(**step), untuned.unwrap().zero_grad),
     }
-
-    def clear() -> None:
-        for module in (workload.model, tuned, untuned):
-            module.zero_grad(set_to_none=True)
-
     log.info("%s: %s; comparing", workload.title, _described(tuned.plan))
     with ceiling(workload.training_step, len(DEVICES)) as independent:
-        systems[CEILING] = independent.step
-
-        def clear_all() -> None:
-            clear()
-            independent.clear()
-
-        first = interleave(systems, 1, clear_all)
-        rounds = 1 if quick else min(_MOST_ROUNDS, max(5, math.ceil(_SECONDS / sum(map(sum, first.values())))))
-        seconds = interleave(systems, rounds, clear_all)
+        systems[CEILING] = independent.step, independent.clear
+        first = {name: seconds[0] for name, seconds in _in_turn(systems, rounds=1, steps=1).items()}
+        steps = max(1, round(_TURN / first["plain"]))
+        rounds = 1 if quick else min(_MOST_ROUNDS, max(5, math.ceil(_SECONDS / steps / sum(first.values()))))
+        seconds = _in_turn(systems, rounds, steps)
     row = Row(
         name=workload.title,
         plan=_described(tuned.plan),
@@ -103,6 +99,24 @@ def measure(workload: Workload, quick: bool) -> Row:
     tuned.close()
     untuned.close()
     return row
+
+
+def _in_turn(systems: Mapping[str, Iteration], rounds: int, steps: int) -> dict[str, tuple[float, ...]]:
+    """Seconds of a step of every system in each of `rounds` rounds, each the mean of `steps` steps in a row."""
+
+    def clear() -> None:
+        for _, clear_one in systems.values():
+            clear_one()
+
+    def turn(iteration: Iteration) -> None:
+        step, clear_one = iteration
+        for number in range(steps):
+            if number:
+                clear_one()
+            step()
+
+    turns = {name: partial(turn, iteration) for name, iteration in systems.items()}
+    return {name: tuple(s / steps for s in taken) for name, taken in interleave(turns, rounds, clear).items()}
 
 
 def _described(plan: autopar.Plan) -> str:
@@ -258,5 +272,6 @@ def _table(rows: list[Row]) -> Table:
             for row in sorted(rows, key=lambda row: row.speedup)
         ),
         "The plans that lost come first. Plans: devices of each stage, micro-batches, schedule. The plain model runs "
-        "with torch's own number of threads, each of the two devices with one. Speed-ups are medians over rounds.",
+        "with torch's own number of threads, each of the two devices with one. Speed-ups are medians over rounds; "
+        f"short steps run for {_TURN * 1e3:.0f} ms in a row.",
     )

@@ -15,6 +15,7 @@ them is steady: other memory addresses, another temperature.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,7 +138,10 @@ def _values(group: _Group, system: str, by_ceiling: bool) -> list[float]:
 def _groups(results: Mapping[str, Any]) -> Iterator[tuple[str, _Group]]:
     """Of the file of one benchmark, or of one that `all` wrote."""
     for name, result in ({"": results} if "measured" in results else results).items():
-        for rounds in result.get("measured", ()) if isinstance(result, dict) else ():
+        every = result.get("measured", []) if isinstance(result, dict) else []
+        if not isinstance(every, list):
+            raise ResultError(f'"measured" must be a list of rounds, got {every!r:.60}; the file is of another version')
+        for rounds in every:
             _check(rounds)
             ceiling = rounds["ceiling"]
             seconds = {system: taken for system, taken in rounds["seconds"].items() if system != ceiling}
@@ -151,12 +155,17 @@ def _check(rounds: Any) -> None:
     if not isinstance(rounds, dict) or any(name not in rounds for name in names):
         raise ResultError(f'an entry of "measured" must have {", ".join(names)}; the file is of another version')
     what, ceiling, seconds = (rounds[name] for name in names)
-    if not isinstance(seconds, dict) or not (ceiling is None or ceiling in seconds):
+    if not isinstance(what, str):
+        raise ResultError(f'"what" of an entry of "measured" must be a text, got {what!r:.60}')
+    if not isinstance(seconds, dict) or not (ceiling is None or (isinstance(ceiling, str) and ceiling in seconds)):
         raise ResultError(f"{what}: there are no times of {ceiling!r}, the ceiling")
     for system, taken in seconds.items():
-        numbers = isinstance(taken, list) and all(isinstance(one, (int, float)) and one > 0 for one in taken)
-        if not numbers or not taken:
+        if not isinstance(taken, list) or not taken or not all(map(_is_time, taken)):
             raise ResultError(f"{what}, {system}: seconds must be numbers above 0, one or more, got {taken!r:.60}")
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -164,9 +173,9 @@ def _read(path: Path) -> Mapping[str, Any]:
         data = json.loads(path.read_text())
     except OSError as error:
         raise ResultError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ResultError(f"{path} is no JSON file of results: {error}") from error
-    if not isinstance(data, dict):
+    if not isinstance(data, dict) or not isinstance(data.get("machine", {}), dict):
         raise ResultError(f"{path}: no results of a benchmark")
     return data
 

@@ -46,7 +46,8 @@ def run_all(results: Path, *, quick: bool, fresh: bool, data: Path | None) -> in
                 return status
             continue
         kept.put(one, value=True)
-    found = {one: json.loads(_file(results, one, quick).read_text()) for one in IN_README if kept.get(one)}
+    there = [one for one in IN_README if kept.get(one) and _file(results, one, quick).is_file()]
+    found = {one: json.loads(_file(results, one, quick).read_text()) for one in there}
     if data is not None:
         text = json.dumps(found, indent=1) + "\n"
         if data == STDOUT:
@@ -55,7 +56,7 @@ def run_all(results: Path, *, quick: bool, fresh: bool, data: Path | None) -> in
             data.write_text(text)
     if not status:
         kept.drop()
-        if not quick and results == RESULTS and not remake(README, results):
+        if not quick and results.resolve() == RESULTS.resolve() and not remake(README, results):
             print(f"{README} has no place for the measured table", file=sys.stderr)
     return status
 

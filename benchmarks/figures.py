@@ -15,13 +15,20 @@ _LOOKS = {PIPELINE: ("best two-stage pipeline", "tab:blue", "o"), REPLICAS: ("tw
 
 
 def split_size_curve(
-    sweep: Sweep, title: str, plain: Sequence[float], automatic: Sequence[float], auto_microbatches: int, path: Path
+    sweep: Sweep,
+    title: str,
+    plain: Sequence[float],
+    ceiling: Sequence[float],
+    automatic: Sequence[float],
+    auto_microbatches: int,
+    path: Path,
 ) -> None:
     """Step time over the number of micro-batches, to `path`: medians over the rounds, with bars from the first to the
     third quartile.
 
     Args:
         plain: s, steps of the plain model on one thread, in the rounds of the sweep.
+        ceiling: s, steps of independent processes in the same rounds.
         automatic: s, steps of the automatic plan in the same rounds.
         auto_microbatches: of the automatic plan.
 
@@ -36,6 +43,7 @@ def split_size_curve(
     counts = sorted({point.n_microbatches for point in sweep.points})
     axes.axhline(median(plain), color="0.4", linewidth=1, label="plain model, 1 thread")
     axes.axhspan(*np.percentile(plain, (25, 75)), color="0.4", alpha=0.15, linewidth=0)
+    axes.axhline(median(ceiling), color="0.4", linewidth=1, linestyle=":", label="ceiling: independent processes")
     places = [(p.n_microbatches, p.measured) for p in sweep.points if p.shape == PIPELINE]
     axes.plot(*zip(*places, strict=True), ".", color="tab:blue", alpha=0.35, label="every pipeline of the sweep")
     for shape, (label, colour, marker) in _LOOKS.items():

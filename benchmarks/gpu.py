@@ -61,6 +61,8 @@ def setting_of(quick: bool, device: str | None, backend: str | None = None) -> S
                 "the benchmark needs a GPU, and PyTorch sees no CUDA device; "
                 "--device cpu runs what makes sense on a CPU"
             )
+        if (place.index or 0) >= torch.cuda.device_count():
+            raise DeviceError(f"there is no {place}: PyTorch sees {torch.cuda.device_count()} CUDA devices")
         place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
     elif place.type != "cpu":
         raise DeviceError(f"the benchmark knows cuda and cpu devices, not {device!r}")

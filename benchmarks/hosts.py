@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +85,10 @@ class Hosts:
             _run("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *_tbf(megabits))
             _run("tc", "-n", self._bridge, "qdisc", "replace", "dev", f"v{i}", "root", *_tbf(megabits))
 
+    def unplug(self, host: int) -> None:
+        """Nothing reaches this host any more, and nothing that it sends arrives; it is not told."""
+        self._in_bridge("link", "set", f"v{host}", "down")
+
     def torchrun(
         self,
         script: Path,
@@ -92,9 +96,10 @@ class Hosts:
         per_host: int | Sequence[int] = 1,
         timeout: float = 240.0,
         env: dict[str, str] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """What `torchrun --nnodes` of the script prints in every host. `per_host`: ranks of each host, or of every one.
-        Raises RuntimeError where one fails."""
+        `meanwhile`: called once all have started. Raises RuntimeError, with what each printed, where one fails."""
         counts = [per_host] * len(self.names) if isinstance(per_host, int) else per_host
         cores = sorted(os.sched_getaffinity(0))
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "eth0", **(env or {})}
@@ -108,6 +113,7 @@ class Hosts:
             ]
             pipe = subprocess.PIPE
             self._processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
+        meanwhile()
         found, failed, end = [], [], time.monotonic() + timeout
         for process in self._processes:
             try:
@@ -117,7 +123,7 @@ class Hosts:
                 out, errors = process.communicate()
             found.append(out)
             if process.returncode:
-                failed.append(errors[-3000:])
+                failed.append(errors[-6000:])
         self._processes.clear()
         if failed:
             raise RuntimeError("\n".join(failed))

@@ -102,7 +102,7 @@ class Kept:
             os.fsync(file.fileno())
 
     def _read(self, path: Path) -> None:
-        lines = [line for text in path.read_text().splitlines() if (line := _parsed(text)) is not None]
+        lines = [line for text in path.read_text(errors="replace").splitlines() if (line := _parsed(text)) is not None]
         on = lines[0].get("on") if lines else None
         if on != self._on:
             names = [name for name in {**(on or {}), **self._on} if (on or {}).get(name) != self._on.get(name)]
@@ -119,11 +119,16 @@ class Kept:
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
+    """The line of a file; None for what was cut off, or is none of these lines."""
     try:
         line = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    return line if isinstance(line, dict) else None
+    if not isinstance(line, dict):
+        return None
+    key = line.get("key")
+    named = isinstance(key, list) and all(isinstance(one, (str, int, float)) for one in key)
+    return line if (named and {"date", "value"} <= line.keys()) or isinstance(line.get("on"), dict) else None
 
 
 def as_row(kind: Callable[..., Row], values: Mapping[str, Any]) -> Row:

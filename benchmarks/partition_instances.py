@@ -23,6 +23,7 @@ from autopar.planner.inter_op.cuts import AtomGraph, merged_graph
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 from benchmarks.output import Report, Table
+from benchmarks.published_runs.tables import TableError
 
 _CUTS = 800
 _ROUNDS = 20
@@ -63,7 +64,7 @@ def run_partition_instances(folder: Path | None) -> Report | None:
     for path in paths:
         name = f"{path.parent.name}/{path.stem}"
         start = time.perf_counter()
-        found = solve_instance(json.loads(path.read_text()))
+        found = solve_instance(_read(path))
         seconds = time.perf_counter() - start
         objective = found.solution.objective
         data[name] = {"objective": objective, "bound": found.bound, "seconds": seconds}
@@ -85,6 +86,31 @@ def run_partition_instances(folder: Path | None) -> Report | None:
     )
     title = "Public pipeline-partitioning instances"
     return Report(title, (Table("Largest load", columns, tuple(rows), note),), data, by_case=True)
+
+
+_OF_INSTANCE = ("nodes", "edges", "maxSizePerFPGA", "maxFPGAs", "maxCPUs")
+_OF_ENTRIES = {
+    "nodes": ("id", "fpgaLatency", "cpuLatency", "size", "supportedOnFpga", "isBackwardNode"),
+    "edges": ("sourceId", "destId", "cost"),
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Raises TableError for what is no instance, with what it lacks."""
+    try:
+        instance = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TableError(f"{path} is no JSON file: {error}") from error
+    lacking = [name for name in _OF_INSTANCE if not isinstance(instance, dict) or name not in instance]
+    if lacking:
+        raise TableError(f"{path} is no instance: it lacks {', '.join(lacking)}")
+    for field, names in _OF_ENTRIES.items():
+        for number, entry in enumerate(instance[field] if isinstance(instance[field], list) else [None]):
+            lacking = [name for name in names if not isinstance(entry, dict) or name not in entry]
+            if lacking:
+                raise TableError(f"{path}: {field}[{number}] lacks {', '.join(lacking)}")
+    found: dict[str, Any] = instance
+    return found
 
 
 def solve_instance(instance: dict[str, Any]) -> PartitionResult:

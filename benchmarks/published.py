@@ -6,13 +6,14 @@ table --forms--> Case --Plan.by_hand's way--> predicted step and memory --errors
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +23,7 @@ from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
 from benchmarks.published_runs.cases import Case, Degrees
 from benchmarks.published_runs.errors import Errors, regrets
-from benchmarks.published_runs.forms import read_cases
+from benchmarks.published_runs.forms import PublishedTable, Unread, read_cases
 from benchmarks.published_runs.models import Sizes
 from benchmarks.published_runs.pricing import Priced, Pricer
 
@@ -87,17 +88,25 @@ class Outcome:
 def run_published(folder: Path | None, quick: bool, kept: Kept | None = None) -> Report | None:
     """Every table of `folder`; None without a folder, or if it has none of a known form.
 
+    Rows that cannot be read have no prediction, like those for which no plan fits.
+
     Raises:
-        TableError: a row that cannot be read.
+        TableError: a file that is no table.
     """
-    read = {path.stem: _cases(path) for path in sorted(folder.glob("*.csv"))} if folder else {}
-    tables = {name: cases[:QUICK_CASES] if quick else cases for name, cases in read.items() if cases}
+    files = sorted(folder.glob("*.csv")) if folder else []
+    tables = {path.stem: table for path in files if (table := _read(path)) is not None}
+    if quick:
+        tables = {name: replace(table, cases=table.cases[:QUICK_CASES]) for name, table in tables.items()}
     if not tables:
         return None
     kept = Kept() if kept is None else kept
-    outcomes = {name: evaluate(name, cases, kept=kept.part(name)) for name, cases in tables.items()}
-    shown = [_summary(outcomes), *(_table(name, found) for name, found in outcomes.items())]
-    data = {name: as_json(found) for name, found in outcomes.items()}
+    digests = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    found = {
+        name: Evaluated(tuple(evaluate(name, table.cases, kept=kept.part(name, digests[name]))), table.unread)
+        for name, table in tables.items()
+    }
+    shown = [_summary(found), *(_table(name, one) for name, one in found.items())]
+    data = {name: as_json(one) for name, one in found.items()}
     return Report("Published training runs, predicted", tuple(shown), data, by_case=True)
 
 
@@ -117,7 +126,7 @@ def evaluate(name: str, cases: Sequence[Case], processes: int | None = None, kep
         processes = (os.cpu_count() or 1) if len(cases) >= _LONG_TABLE else 1
     for number, priced in zip(missing, _priced(groups, min(processes, len(groups))), strict=True):
         log.info("%s, model %d of %d: %d rows", name, number + 1, len(places), len(priced))
-        kept.put(number, value=[asdict(Figures.of(one)) for one in priced])
+        kept.put(number, value=[asdict(one) for one in priced])
     found: dict[int, Outcome] = {}
     for number, mine in enumerate(places):
         found.update(
@@ -126,7 +135,7 @@ def evaluate(name: str, cases: Sequence[Case], processes: int | None = None, kep
     return [found[place] for place in range(len(cases))]
 
 
-def _priced(groups: Sequence[Sequence[Case]], processes: int) -> Iterator[list[Priced]]:
+def _priced(groups: Sequence[Sequence[Case]], processes: int) -> Iterator[list[Figures]]:
     if processes <= 1:
         yield from map(_priced_in_turn, groups)
         return
@@ -134,45 +143,60 @@ def _priced(groups: Sequence[Sequence[Case]], processes: int) -> Iterator[list[P
         yield from pool.map(_priced_in_turn, groups)
 
 
-def _priced_in_turn(cases: Sequence[Case]) -> list[Priced]:
-    """The cases of one model."""
+def _priced_in_turn(cases: Sequence[Case]) -> list[Figures]:
+    """The cases of one model. Plans stay in this process: they are large."""
     pricer = Pricer(cases)
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, *thresholds[1:])  # captured graphs are large and live long: a fifth of the time
     try:
-        return [pricer.price(case) for case in cases]
+        return [Figures.of(pricer.price(case)) for case in cases]
     finally:
         gc.set_threshold(*thresholds)
 
 
-def _cases(path: Path) -> list[Case]:
-    cases = read_cases(path)
-    if cases is None:
+def _read(path: Path) -> PublishedTable | None:
+    table = read_cases(path)
+    if table is None:
         print(f"{path.name}: skipped, its columns are those of no known form", file=sys.stderr)
-    return cases or []
+        return None
+    for row in table.unread:
+        print(f"{path.name}, {row.why}", file=sys.stderr)
+    return table
 
 
-def by_column(outcomes: Sequence[Outcome]) -> dict[str, Errors]:
+@dataclass(frozen=True)
+class Evaluated:
+    """A table, row by row."""
+
+    outcomes: tuple[Outcome, ...]
+    unread: tuple[Unread, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Of figures, the table's own first."""
+        return tuple(dict.fromkeys([*(o.case.column for o in self.outcomes), *(row.column for row in self.unread)]))
+
+
+def by_column(table: Evaluated) -> dict[str, Errors]:
     """The errors of every column of figures."""
     found = {}
-    for column in dict.fromkeys(outcome.case.column for outcome in outcomes):
-        mine = [o for o in outcomes if o.case.column == column and o.predicted is not None]
+    for column in table.columns:
+        mine = [o for o in table.outcomes if o.case.column == column and o.predicted is not None]
         found[column] = Errors.of([o.predicted or 0.0 for o in mine], [o.case.published for o in mine])
     return found
 
 
-def regret(outcomes: Sequence[Outcome]) -> float | None:
+def regret(table: Evaluated) -> float | None:
     """Mean over groups of rivals in the first column; None without such groups."""
-    column = outcomes[0].case.column
-    mine = [o for o in outcomes if o.seconds is not None and o.case.column == column]
-    seconds, known = [o.seconds or 0.0 for o in mine], [o.case.published_seconds for o in mine]
+    mine = [o for o in table.outcomes if o.case.column == table.columns[0]]
+    seconds, known = [o.seconds for o in mine], [o.case.published_seconds for o in mine]
     found = regrets([o.case.rivals for o in mine], seconds, known)
     return fmean(found) if found else None
 
 
-def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def as_json(table: Evaluated) -> dict[str, Any]:
     """A table's own figures are those of its first column; rows without a prediction are in none."""
-    errors = by_column(outcomes)
+    errors, outcomes = by_column(table), table.outcomes
     first = next(iter(errors.values()))
     found: dict[str, Any] = {
         "mean_abs_error": first.mean,
@@ -180,9 +204,12 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "p95_abs_error": first.p95,
         "signed_mean_error": first.signed,
         "kendall_tau": first.tau,
-        "regret_mean": regret(outcomes),
-        "without_prediction": [f"{o.case.name}, {o.case.column}" for o in outcomes if o.seconds is None],
-        "rows": [_row(outcome) for outcome in outcomes],
+        "regret_mean": regret(table),
+        "without_prediction": [
+            *(f"{o.case.name}, {o.case.column}" for o in outcomes if o.seconds is None),
+            *(f"{row.name}, {row.column}" for row in table.unread),
+        ],
+        "rows": [*map(_row, outcomes), *map(_unread_row, table.unread)],
     }
     if len(errors) > 1:
         found["mean_abs_errors"] = {column: one.mean for column, one in errors.items()}
@@ -214,44 +241,65 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _summary(outcomes: Mapping[str, Sequence[Outcome]]) -> Table:
+def _unread_row(row: Unread) -> dict[str, Any]:
+    """As `_row`, without figures."""
+    figures = ("batch", "unit", "published", "predicted", "error", "published_seconds", "seconds")
+    return {
+        "name": row.name,
+        "column": row.column,
+        "cluster": None,
+        **dict.fromkeys((*figures, "published_memory_bytes", "memory_bytes")),
+        "plan": {},
+        "candidates": 0,
+        "why_not": row.why,
+    }
+
+
+def _summary(tables: Mapping[str, Evaluated]) -> Table:
     columns = ("table", "rows", "mean", "median", "p95", "signed", "tau", "regret", "memory", "no prediction")
-    return Table("All tables", columns, tuple(row for name, o in outcomes.items() for row in _lines(name, o)), _READING)
+    return Table(
+        "All tables", columns, tuple(row for name, one in tables.items() for row in _lines(name, one)), _READING
+    )
 
 
-def _lines(name: str, outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def _lines(name: str, table: Evaluated) -> list[tuple[str, ...]]:
     """One for each column of figures."""
     found = []
-    for number, (column, errors) in enumerate(by_column(outcomes).items()):
-        mine = [o for o in outcomes if o.case.column == column]
+    for number, (column, errors) in enumerate(by_column(table).items()):
+        mine = [o for o in table.outcomes if o.case.column == column]
+        unread = sum(row.column == column for row in table.unread)
         memory = [error for o in mine if (error := o.memory_error) is not None]
-        regretted = regret(outcomes) if number == 0 else None
+        regretted = regret(table) if number == 0 else None
         found.append(
             (
                 f"{name}, {column}",
-                str(len(mine)),
+                str(len(mine) + unread),
                 *map(_percent, (errors.mean, errors.median, errors.p95)),
                 _signed(errors.signed),
                 "-" if errors.tau is None else f"{errors.tau:.2f}",
                 _percent(regretted),
                 f"{_percent(fmean(map(abs, memory)))}, under by {_percent(max(0.0, -min(memory)))}" if memory else "-",
-                str(sum(o.seconds is None for o in mine)),
+                str(sum(o.seconds is None for o in mine) + unread),
             )
         )
     return found
 
 
-def _table(name: str, outcomes: Sequence[Outcome]) -> Table:
+def _table(name: str, table: Evaluated) -> Table:
+    outcomes = table.outcomes
     units = ", ".join(dict.fromkeys(f"{o.case.column} in {o.case.unit}" for o in outcomes))
-    missing = dict.fromkeys(o.priced.why_not for o in outcomes if o.seconds is None)
+    missing = dict.fromkeys(
+        [*(o.priced.why_not for o in outcomes if o.seconds is None), *(r.why for r in table.unread)]
+    )
     several = any(len(o.case.plans) > 1 for o in outcomes)
-    note = f"{units}. Memory: of the device that needs most, in GB."
+    note = f"{units}. " * bool(units) + "Memory: of the device that needs most, in GB."
     if several:
         note += " '*': the fastest of several plans that fit, as the table does not tell the plan."
     if missing:
         note += " Without prediction: " + "; ".join(missing) + "."
     columns = ("", "plan", "predicted", "published", "error", "memory")
-    return Table(name, columns, tuple(_cells(outcome) for outcome in outcomes), note)
+    unread = tuple((row.name, "-", "no prediction", "-", "-", "-") for row in table.unread)
+    return Table(name, columns, (*map(_cells, outcomes), *unread), note)
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:

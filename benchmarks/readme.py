@@ -32,8 +32,9 @@ def section(results: Mapping[str, Result]) -> str:
     machine = next(iter(results.values()))["machine"]
     rounds = {len(_row(result, PLAIN)["steps"]) for result in results.values()}
     head = (
-        f"{machine['date']}, {machine['processor']}, torch {machine['torch']}, medians of "
-        f"{' or '.join(map(str, sorted(rounds)))} rounds (`python -m benchmarks run tutorial`, `gpt`)."
+        f"{machine['date'].split()[0]}, {machine['processor']}, torch {machine['torch']}, medians of "
+        f"{' or '.join(map(str, sorted(rounds)))} rounds\n(`python -m benchmarks run tutorial`, `gpt`; "
+        "[all results](docs/results.md))."
     )
     names = [result["title"] for result in results.values()]
     lines = [f"| two workers of one thread each | {' | '.join(names)} |", "|---|" + "--:|" * len(names)]

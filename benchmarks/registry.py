@@ -120,6 +120,8 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Run], Report | None]]] = {
 # These measure the process itself, or run no steps: they run where freed memory is given back.
 WITHOUT_KEPT_MEMORY = ("partition_instances", "planning", "planning_time", "published", "scale")
 
+WITH_FIGURE = ("tutorial", "gpt")
+
 # README's tables and figures come from these, in this order; they need no GPU, no network namespaces and no folder.
 IN_README = (
     "tutorial",

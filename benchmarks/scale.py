@@ -1,18 +1,19 @@
 """Training of GPT-3, Llama 3 405B and a mixture of experts on 64 to 16,384 H100: planned and simulated.
 
 The batch of a step stays the same, so that more devices have less to do each. Every case is planned in a process of its
-own and kept at once; a run that is interrupted goes on with the cases that are not there.
+own, as many at once as there are cores, and kept as soon as it is done; a run that is interrupted goes on with the
+cases that are not there.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import subprocess
 import sys
-import time
-from functools import partial
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -22,6 +23,7 @@ from autopar import AutoparError, ClusterComparison, Plan
 from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
 from benchmarks.scale_models import MODELS, QUICK, Training
+from cost_models.hardware.devices import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,11 @@ _HOW: dict[str, Any] = {"precision": "bf16-mixed", "launch": "compiled", "optimi
 TRILLION = 1e12  # tokens, for the cost of a training run
 
 
-def run_scale(quick: bool, kept: Kept) -> Report:
-    found = [kept.case(*case, make=partial(_in_its_own_process, *case)) for case in _cases(quick)]
+def run_scale(quick: bool, kept: Kept, at_once: int | None = None) -> Report:
+    """`at_once`: cases that are planned at the same time; default: one a core."""
+    cases = _cases(quick)
+    _plan_missing([case for case in cases if kept.get(*case) is None], kept, at_once or usable_cores())
+    found = [kept.get(*case) for case in cases]
     models = {**MODELS, **QUICK}
     tables = [
         _table(models[name].title, [row for row in found if row["model"] == name])
@@ -54,11 +59,29 @@ def _cases(quick: bool) -> list[tuple[str, int, str]]:
     ]
 
 
+def _plan_missing(cases: list[tuple[str, int, str]], kept: Kept, at_once: int) -> None:
+    """Plan the cases, and keep each as soon as it is done. Raises what one of them raises."""
+    running: dict[Future[dict[str, Any]], tuple[str, int, str]] = {}
+    with ThreadPoolExecutor(at_once) as pool:
+        while cases or running:
+            while cases and len(running) < at_once:
+                case = cases.pop(0)
+                running[pool.submit(_in_its_own_process, *case)] = case
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                kept.put(*running.pop(done), value=done.result())
+
+
 def _in_its_own_process(model: str, devices: int, plan: str) -> dict[str, Any]:
     """The row of a case. Raises RuntimeError with its output where the process fails."""
     log.info("%s on %d devices, %s", model, devices, plan)
     code = f"from benchmarks.scale import print_case; print_case({model!r}, {devices}, {plan!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"{model} on {devices} devices, {plan}: {done.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -67,14 +90,14 @@ def _in_its_own_process(model: str, devices: int, plan: str) -> dict[str, Any]:
 
 def print_case(model: str, devices: int, plan: str) -> None:
     """Plan a case, and print its row as JSON."""
-    start = time.perf_counter()
     row: dict[str, Any] = {"model": model, "devices": devices, "plan": plan}
     try:
         row |= planned({**MODELS, **QUICK}[model], devices, plan)
     except AutoparError as error:
         row["refused"] = " ".join(str(error).split())
-    row["planning"] = time.perf_counter() - start
-    row["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    row["planning"] = used.ru_utime + used.ru_stime
+    row["peak_gb"] = used.ru_maxrss * 1024 / 1e9
     print(json.dumps(row))
 
 
@@ -111,7 +134,7 @@ def planned(training: Training, devices: int, how: str) -> dict[str, Any]:
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     return Table(
         title,
-        ("devices", "plan", "step s", "bubble", "communication", "memory GB", "MFU", "device-hours", "planning s"),
+        ("devices", "plan", "step s", "bubble", "communication", "memory GB", "MFU", "device-hours", "planning CPU s"),
         tuple(_line(row) for row in rows),
         "Plans: stages x shards x replicas of the largest stage. Communication: exposed, as a fraction of the step. "
         "Model FLOPs utilisation counts all devices. Device-hours: for 1 trillion tokens. Data sheets of H100 and "

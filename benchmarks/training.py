@@ -98,13 +98,13 @@ def run_training(build: Callable[[bool], Workload], quick: bool, kept: Kept) -> 
 def report_of(workload: Workload, scale: Scale, kept: Kept) -> Report:
     with operator_threads(1), _empty_cache():
         result = measure(workload, scale, kept)
-    plain, auto = result.row(PLAIN), result.row(FREE)
+    plain, independent, auto = result.row(PLAIN), result.row(CEILING), result.row(FREE)
     return Report(
         f"Training step of {result.title}",
         (_comparison(result), _final_table(result), _costs_of_planning(result), _sweep_table(result.sweep)),
         dataclasses.asdict(result),
         lambda path: split_size_curve(
-            result.sweep, result.title, plain.steps, auto.steps, auto.n_microbatches or 1, path
+            result.sweep, result.title, plain.steps, independent.steps, auto.steps, auto.n_microbatches or 1, path
         ),
         _rounds(result),
     )

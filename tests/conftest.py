@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from examples import PROFILE
 from hypothesis import settings
+from shared_exports import SharedExports
 
 from autopar.capture import export
-
-if TYPE_CHECKING:
-    from shared_exports import SharedExports
+from autopar.runtime.other_systems import processes
 
 # Set before a test module imports transformers, which reads it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,7 +34,12 @@ LONGEST_FIRST = (
     "ranks/test_states.py",
     "ranks/test_hosts.py",
     "integrations/test_examples.py",
+    "benchmarks/test_benchmarks.py",
     "benchmarks/test_gpu_benchmark.py",
+    "docs/test_pages.py",
+    "benchmarks/test_published.py",
+    "lower/test_priced_transfers.py",
+    "runtime/test_fake_gpus.py",
     "planner/test_rehearsed_memory.py",
     "planner/test_recompute_layers.py",
     "planner/test_laws.py",
@@ -70,7 +75,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
-# Files whose tests keep the same promise for many models: every tenth case runs by default, every third one in the slow
+# Files whose tests keep the same promise for many models: every tenth case runs by default, every fifth one in the slow
 # set, the others among the exhaustive tests.
 EVERY_TENTH_CASE = (
     "analysis/test_batch_proof.py",
@@ -133,7 +138,6 @@ EVERY_TENTH_CASE = (
     "planner/test_transit_memory.py",
     "ranks/test_bad_input.py",
     "ranks/test_collective_order.py",
-    "ranks/test_faults.py",
     "ranks/test_initial_values.py",
     "ranks/test_rank_checkpoints.py",
     "ranks/test_rank_gpus.py",
@@ -186,7 +190,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             number = cases.setdefault(test, 0)
             cases[test] += 1
             if number % 10:
-                item.add_marker(pytest.mark.exhaustive if number % 3 else pytest.mark.slow)
+                item.add_marker(pytest.mark.exhaustive if number % 5 else pytest.mark.slow)
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
 
     def rank(item: pytest.Item) -> int:
@@ -203,19 +207,36 @@ def _one_thread_and_a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory)
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _processes_are_forked() -> Iterator[None]:
+    """Those of other systems and of ceilings, which autopar starts anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "mp", SimpleNamespace(get_context=lambda _: forked.context()))
+        yield
+
+
+@pytest.fixture
+def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of other systems and ceilings start as without tests."""
+    monkeypatch.setattr(processes, "mp", torch.multiprocessing)
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
+# Files and folders whose tests are about exporting itself, or about what is left in memory.
+OWN_EXPORTS = ("capture", "test_planning_leaks.py")
+
+
 @pytest.fixture(scope="session")
 def _exports() -> SharedExports:
-    from shared_exports import SharedExports  # here, as it imports transformers
-
     return SharedExports(export._export)
 
 
-@pytest.fixture
-def shared_exports(_exports: SharedExports, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal models are exported once in a session. Not for tests of capturing itself."""
-    monkeypatch.setattr(export, "_export", _exports)
+@pytest.fixture(autouse=True)
+def shared_exports(request: pytest.FixtureRequest, _exports: SharedExports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal models are exported once in a session."""
+    if not {request.path.name, request.path.parent.name} & set(OWN_EXPORTS):
+        monkeypatch.setattr(export, "_export", _exports)

@@ -96,6 +96,7 @@ def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 ON_CPU = ("plan", "factories:with_args", "--devices", "cpu")
+TWICE = ("--split", "mine=0:0", "--split", "mine=0:0,2:1")
 ON_CLUSTER = ("compare", "factories:with_args", "--cluster", "2xH100")
 
 
@@ -194,6 +195,10 @@ def test_reports_are_written_for_a_browser(tmp_path: Path, monkeypatch: pytest.M
     run("plan", *words, "--price-per-device-hour", "2", "--samples-per-epoch", "1000")
     assert "price per epoch" in page.read_text()
     assert f"--html &#39;{page}&#39;" in page.read_text(), "the command that made it"
+    for command in ("profile", "compare"):
+        monkeypatch.setattr(sys, "argv", ["autopar", command, *words])
+        run(command, *words)
+        assert f"autopar {command} factories:with_args --cluster 2xH100" in page.read_text()
     out, err = run("plan", *words, "--json")
     assert json.loads(out)["stages"]
     assert str(page) in err
@@ -205,7 +210,8 @@ def test_plans_by_hand_are_compared_on_a_cluster() -> None:
     arguments = ("factories:Kinds.with_loss", "--cluster", "2xH100", "--by-hand", "mine=tensor=2", "--by-hand")
     out, _ = run("compare", *arguments, "dp=data=2,zero=1", "--json")
     assert [row["name"] for row in json.loads(out)["rows"]] == ["auto", "mine", "dp"]
-    text, _ = run("compare", *arguments, "dp=data=2,zero=1")
+    text, _ = run("compare", *arguments, "dp=data=2,zero=1,overlap=gradients,launch=compiled")
+    assert "dp is priced for a step with" in " ".join(text.split())
     assert "mine: 1 stage (1 replica on meshes of 2)" in " ".join(text.split())
 
 
@@ -256,7 +262,18 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         ((*ON_CPU, "--price-per-device-hour", "2"), "it is for the report: give --html as well", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean tensor?", 2),
         ((*ON_CLUSTER, "--by-hand", "tensor"), "is not NAME=DEGREE=VALUE", 2),
+        ((*ON_CLUSTER, "--by-hand", "mine=tensor=2,tensor=1"), "it gives tensor twice", 2),
+        ((*ON_CLUSTER, *TWICE), "another plan has the name 'mine'; give this one another", 2),
+        ((*ON_CLUSTER, "--split", "half=0:0,0:1"), "gives '0' twice", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=two,zero=4"), "zero must be one of 0, 1, 2, 3, got 4", 2),
+        ((*ON_CLUSTER, "--by-hand", "a=tensr=2,zero=,zero=1,data"), "zero has no value", 2),
+        ((*ON_CLUSTER, "--by-hand", "a=data=2", "--by-hand", "a=data=2"), "another plan has the name 'a'", 2),
+        ((*ON_CLUSTER, "--by-hand", "a=zero=4", "--by-hand", "b=recompute=all"), "b: the plan by hand contradicts", 2),
+        ((*ON_CLUSTER, "--by-hand", "a=zero=4,launch=slow"), "launch must be one of", 2),
+        ((*ON_CLUSTER, "--split", "auto=0:0,2:1"), "the automatic plan has the name 'auto'", 2),
+        ((*ON_CLUSTER, "--split", "a=0:0,2:1", "--split", "a=0:0,1:1"), "another plan has the name 'a'", 2),
+        ((*ON_CLUSTER, "--figure", "compared.jpeg2"), "the name must end in .png, .svg or .pdf", 2),
+        ((*ON_CLUSTER, "--figure", "compared"), "the name must end in .png, .svg or .pdf", 2),
     ],
 )
 def test_errors_are_on_stderr_with_a_status_that_says_whose_they_are(

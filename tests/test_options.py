@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import InputError
+from autopar import Cluster, InputError, Plan
 from autopar.options import AHEAD_ONLY, HELP, CompareKeywords, PlanKeywords, PlanOptions
 
 FOR_CLUSTERS = AHEAD_ONLY
@@ -93,6 +93,35 @@ def test_an_unknown_option_is_refused_with_the_closest_known_one(
 ) -> None:
     with pytest.raises(InputError, match=message):
         call(nn.Linear(8, 8), ["cpu"], **CALL, **keywords)
+
+
+@pytest.mark.parametrize("name", ["schedule", "launch", "precision", "optimizer_step", "batch_norm"])
+def test_a_list_is_none_of_the_choices(name: str) -> None:
+    with pytest.raises(InputError, match=rf"{name} must be one of .*, got \['x'\]"):
+        PlanOptions(**{name: ["x"]})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "keywords", "message"),
+    [
+        (autopar.parallelize, {"plan": "plan.json"}, r"plan must be a Plan, got str; Plan.load\(path\) reads a file"),
+        (autopar.plan, {"plan": {"stages": []}}, "plan must be a Plan, got dict"),
+        (autopar.compare, {"plans": {"mine": "plan.json"}}, r"plans\['mine'\] must be a Plan, got str; Plan.load"),
+        (autopar.compare, {"plans": ["plan.json"]}, "plans must be a mapping from names to plans, got list"),
+    ],
+)
+def test_what_is_no_plan_is_refused(call: Any, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call(nn.Linear(8, 8), ["cpu"], **CALL, **keywords)
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], Cluster.preset("2xH100")])
+def test_options_replace_the_decisions_of_a_plan_that_is_priced(devices: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = Plan.from_split({"0": 0, "1": 1}, n_microbatches=4)
+    found = autopar.plan(model, devices, **CALL, plan=plan, n_microbatches=2, schedule="gpipe")
+    assert (found.n_microbatches, found.schedule) == (2, "gpipe")
+    assert found.predicted_step_time is not None
 
 
 @pytest.mark.parametrize(

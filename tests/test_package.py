@@ -131,18 +131,19 @@ def test_a_missing_optional_package_names_the_extra(monkeypatch: pytest.MonkeyPa
     import autopar
     from autopar.demo import run_demo
 
-    packages = ("transformers", "safetensors", "lightning")
+    packages = ("transformers", "safetensors", "lightning", "accelerate")
     loaded = [name for name in sys.modules if name.startswith(tuple(f"{package}." for package in packages))]
     for name in (*packages, "safetensors.torch", "lightning.pytorch", *loaded):
         monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
-    monkeypatch.delitem(sys.modules, "autopar.integrations.lightning", raising=False)
     with pytest.raises(autopar.AutoparError, match=r'pip install "autopar\[demo\]"'):
         run_demo("resnet", None, print)
     from autopar import integrations
 
-    monkeypatch.delattr(integrations, "lightning", raising=False)
-    with pytest.raises(ImportError, match=r'pip install "autopar\[integrations\]"'):
-        _ = integrations.AutoparStrategy
+    for name, place in (("AutoparStrategy", "lightning"), ("PipelinedTrainer", "under_torchrun")):
+        monkeypatch.delitem(sys.modules, f"autopar.integrations.{place}", raising=False)
+        monkeypatch.delattr(integrations, place, raising=False)
+        with pytest.raises(ImportError, match=rf'{name} needs \w+: pip install "autopar\[integrations\]"'):
+            getattr(integrations, name)
     from autopar.runtime.checkpoints.export import export
 
     with pytest.raises(autopar.InputError, match=r'pip install "autopar\[safetensors\]"'):
@@ -150,7 +151,7 @@ def test_a_missing_optional_package_names_the_extra(monkeypatch: pytest.MonkeyPa
 
 
 def test_optional_packages_are_imported_where_they_are_used() -> None:
-    """No module of autopar imports at its top what only an extra installs, the strategy for Lightning excepted."""
+    """No module of autopar imports at its top what only an extra installs, those of integrations excepted."""
     optional = r"transformers|accelerate|lightning|safetensors|matplotlib|scipy|torchgpipe"
     found = {
         str(path.relative_to(ROOT))
@@ -158,4 +159,4 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
         for path in (ROOT / package).rglob("*.py")
         if re.search(rf"^(import|from) ({optional})\b", path.read_text(), re.MULTILINE)
     }
-    assert found == {"autopar/integrations/lightning.py"}
+    assert found == {"autopar/integrations/lightning.py", "autopar/integrations/under_torchrun.py"}

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from autopar.analysis.example import LossFunction, capture_example, example_ahead
+from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
 from autopar.api.cluster_plans import cluster_pricer
+from autopar.errors import InputError
 from autopar.options import PlanOptions
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
+from autopar.planner.changed_zero import unpriced_at_hand
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
 from autopar.planner.pricers import with_pricer
 from autopar.report.progress import progress_bar
@@ -35,17 +37,35 @@ def _by_hand(
 ) -> Plan:
     """See `Plan.by_hand`. `how`: `launch`, `precision`, `optimizer_step` and `overlap`."""
     check_module(model)
-    options = PlanOptions(optimizer=optimizer, **how)
+    options, problems = _options(optimizer, how)
     args, kwargs = need_example("a plan by hand", example_args, example_kwargs)
     need_target(loss_fn, target)
     with progress_bar() as progress:
         if isinstance(devices, Cluster) and not devices.at_hand:
             example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
             return with_pricer(
-                plan_by_hand(example, devices, options, degrees, progress), cluster_pricer(example, devices, options)
+                plan_by_hand(example, devices, options, degrees, progress, problems=problems),
+                cluster_pricer(example, devices, options),
             )
         parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
-        example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
+
+        def captured(model: nn.Module) -> Example:
+            return capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
+
+        example = captured(model)
         if all(device.torch_device.type == "cpu" for device in parsed):
-            return plan_by_hand_for_workers(example, parsed, options, degrees, progress)
-        return plan_by_hand(example, Cluster.from_devices(list(parsed)), options, degrees, progress)
+            found = plan_by_hand_for_workers(example, parsed, options, degrees, progress, problems)
+            return with_pricer(found, unpriced_at_hand(model, captured, parsed, options))
+        cluster = Cluster.from_devices(list(parsed))
+        return with_pricer(
+            plan_by_hand(example, cluster, options, degrees, progress, problems=problems),
+            cluster_pricer(example, cluster, options),
+        )
+
+
+def _options(optimizer: str, how: Mapping[str, Any]) -> tuple[PlanOptions, tuple[str, ...]]:
+    """The options, and what is wrong with them, which is said together with what is wrong with the degrees."""
+    try:
+        return PlanOptions(optimizer=optimizer, **how), ()
+    except InputError as error:
+        return PlanOptions(), (str(error),)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from autopar.analysis.example import Example
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
+from autopar.planner.changed_zero import at_zero_ahead
 from autopar.planner.other_networks import with_networks
-from autopar.planner.plan_ahead import at_zero_ahead, priced_ahead
+from autopar.planner.plan_ahead import priced_ahead
 from autopar.planner.pricers import Pricer, with_pricer
 from autopar.report.progress import progress_bar
 from cost_models import Cluster

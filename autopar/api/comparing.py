@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Unpack
 
 from torch import nn
@@ -25,7 +26,7 @@ from autopar.runtime.arguments import (
     refuse_estimated,
 )
 from autopar.runtime.comparing.compare import compare_at_hand
-from autopar.runtime.comparing.comparison import Comparison
+from autopar.runtime.comparing.comparison import SINGLE, Comparison
 from autopar.runtime.other_systems.catalogue import check_systems
 from cost_models import Cluster
 
@@ -74,10 +75,13 @@ def compare(
     chosen = PlanOptions.of("compare", CompareKeywords, options)
     args, kwargs = need_example("comparing", example_args, example_kwargs)
     need_target(loss_fn, target)
-    if not isinstance(repeats, int) or repeats < 1:
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
-    plans, systems = {"auto": None} if plans is None else plans, check_systems(systems)
+    systems = check_systems(systems)
+    plans = _checked(plans, systems)
     if isinstance(devices, Cluster) and not devices.at_hand:
+        if not plans:
+            raise InputError('plans: there is nothing to compare; give {"auto": None} for the plan of the search')
         if systems:
             raise InputError(f"systems: {devices.title} is not at hand, so no other system can run on it")
         batch_dim, strict = chosen.batch_dim, chosen.strict
@@ -93,6 +97,23 @@ def compare(
             model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
         )
         return compare_at_hand(example, parsed, plans, chosen, repeats, progress, systems)
+
+
+def _checked(plans: Mapping[str, Plan | None] | None, systems: Sequence[str]) -> dict[str, Plan | None]:
+    """The plans to compare, by name. Raises InputError that names what is wrong."""
+    if plans is None:
+        return {"auto": None}
+    if not isinstance(plans, Mapping):
+        raise InputError(f"plans must be a dict of names and plans, got {type(plans).__name__}; give {{'mine': plan}}")
+    for name, plan in plans.items():
+        if not (isinstance(name, str) and name):
+            raise InputError(f"plans: names must be texts, got {name!r}")
+        if name in (SINGLE, *systems):
+            raise InputError(f"plans: {name!r} is the name of another row; give the plan another name")
+        if not (plan is None or isinstance(plan, Plan)):
+            hint = "; Plan.load reads a file" if isinstance(plan, (str, Path)) else ""
+            raise InputError(f"plans: {name!r} must be a Plan, or None for a search, got {type(plan).__name__}{hint}")
+    return dict(plans)
 
 
 def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy:

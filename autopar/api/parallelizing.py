@@ -16,6 +16,7 @@ from autopar.runtime.arguments import (
     Devices,
     check_data,
     check_module,
+    check_plan,
     devices_at_hand,
     example_call,
 )
@@ -78,7 +79,7 @@ def parallelize(
             for each operator, are chosen with the stages, from measured operators and collectives. Default: 1, because
             one thread launches the kernels of all devices of a mesh, workers of one CPU share its cores, and choosing
             strategies takes time. On workers of a CPU, a mesh saves memory and no time. Meshes have a power of two of
-            devices, a divisor of their number, or `max_shards`.
+            devices, a divisor of their number, or `max_shards`; under torchrun, also the devices of several machines.
         memory_limit: usable memory of each device: bytes, or a text such as "8GB", "8GiB" or "500MB" (default: what
             the device has free).
         optimizer: the optimizer whose state must fit in memory: one of torch.optim, or a name such as "none", "sgd",
@@ -128,6 +129,7 @@ def parallelize(
 
     def checked() -> tuple[PlanOptions, tuple[tuple[Any, ...], dict[str, Any]]]:
         check_module(model)
+        check_plan(plan)
         check_data(data, devices)
         options = PlanOptions(
             n_microbatches=n_microbatches,
@@ -149,7 +151,7 @@ def parallelize(
             cache=cache,
         )
         call = example_call(example_args, example_kwargs)
-        return options if world is None else check_options(options, has_plan=plan is not None), call
+        return options if world is None else check_options(options), call
 
     options, call = checked() if world is None else world.outcome("parallelize", checked)
     initial = initial_values(model, weights, init_fn, ranked=world is not None, has_plan=plan is not None)

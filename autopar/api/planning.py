@@ -7,23 +7,25 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from autopar.analysis.example import LossFunction, capture_example, example_ahead
+from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
 from autopar.api.cluster_plans import cluster_pricer, priced_on_cluster
 from autopar.errors import InputError
 from autopar.options import PlanKeywords, PlanOptions
 from autopar.plan.display import priced_for
 from autopar.plan.plan import Plan
+from autopar.planner.changed_zero import at_zero_at_hand, unpriced_at_hand
 from autopar.planner.plan_ahead import plan_ahead
 from autopar.planner.pricers import Pricer, with_pricer
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
     check_module,
+    check_plan,
     devices_at_hand,
     need_example,
     refuse_estimated,
 )
-from autopar.runtime.building import deciding, pipelined, pricing
+from autopar.runtime.building import as_wanted, deciding, pipelined, pricing
 from autopar.runtime.ranks.module import check_options
 from autopar.runtime.ranks.planning import plan_together
 from autopar.runtime.ranks.world import joined
@@ -43,8 +45,9 @@ def plan(
 ) -> Plan:
     """Return the plan that `parallelize` would follow for such a call. It takes the options of `parallelize`.
 
-    With `plan`, such as one made or edited by hand, return that plan with its predictions instead of searching. A plan
-    for a cluster records the optimizer and how a step is run (`Plan.assumed`); they hold where options leave them open.
+    With `plan`, such as one made or edited by hand, return that plan with its predictions instead of searching;
+    `n_microbatches` and `schedule` then replace the plan's own, and other limits of the search say nothing. A plan for
+    a cluster records the optimizer and how a step is run (`Plan.assumed`); they hold where options leave them open.
 
     `devices` may be a cluster that is not at hand (`Cluster.preset`, `Cluster.from_toml`). Then costs are estimated
     from data sheets, and `model` may be on the meta device or built under FakeTensorMode, so that no weights are
@@ -79,7 +82,9 @@ def plan(
     hand.
     """
     check_module(model)
+    check_plan(plan)
     chosen = PlanOptions.of("plan", PlanKeywords, options)
+    plan = None if plan is None else as_wanted(plan, chosen)
     args, kwargs = need_example("planning", example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:
         if chosen.that_run:
@@ -97,24 +102,29 @@ def plan(
     refuse_estimated(options)
     world = joined() if devices is None else None
     parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
+
+    def captured(model: nn.Module) -> Example:
+        how: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "batch_dim": chosen.batch_dim}
+        return capture_example(model, parsed, args, kwargs, strict=chosen.strict, **how)
+
     if plan is not None or world is not None:
-        chosen = chosen if world is None else check_options(chosen, has_plan=False)
-        example = capture_example(
-            model,
-            parsed,
-            args,
-            kwargs,
-            loss_fn=loss_fn,
-            target=target,
-            batch_dim=chosen.batch_dim,
-            strict=chosen.strict,
-        )
+
+        def allowed() -> tuple[PlanOptions, Example]:
+            return chosen if world is None else check_options(chosen), captured(model)
+
+        chosen, example = allowed() if world is None else world.outcome("autopar.plan", allowed)
         decide = (
             pricing(plan, parsed, chosen, progress_bar) if plan is not None else deciding(parsed, chosen, progress_bar)
         )
-        if world is not None:
-            return plan_together(world, parsed, example, decide)
-        return with_pricer(decide(example), Pricer(lambda other: pricing(other, parsed, chosen, progress_bar)(example)))
+        if world is not None:  # a changed plan is not priced: that takes all ranks, and one may change it alone
+            return with_pricer(
+                plan_together(world, parsed, example, decide), unpriced_at_hand(model, captured, parsed, chosen)
+            )
+        pricer = Pricer(
+            lambda other: pricing(other, parsed, chosen, progress_bar)(example),
+            lambda other, zero: at_zero_at_hand(other, zero, example, parsed, chosen),
+        )
+        return with_pricer(decide(example), pricer)
     module = pipelined(model, parsed, chosen, progress_bar)
     call: dict[str, Any] = {"example_args": example_args, "example_kwargs": example_kwargs}
     call |= {"target": target, "loss_fn": loss_fn}
@@ -124,7 +134,11 @@ def plan(
         module.close()
     # It holds the user's own objects: the captured program is gone with the module.
     kept: dict[str, Any] = {name: value for name, value in options.items() if name not in _OF_SEARCHES}
-    return with_pricer(found, Pricer(lambda other: _plan(model, devices, plan=other, **call, **kept)))
+
+    def at_zero(other: Plan, zero: int) -> Plan:
+        return at_zero_at_hand(other, zero, captured(model), parsed, chosen)
+
+    return with_pricer(found, Pricer(lambda other: _plan(model, devices, plan=other, **call, **kept), at_zero))
 
 
 _OF_SEARCHES = ("tune", "candidates", "n_microbatches", "schedule", "max_replicas", "max_shards")

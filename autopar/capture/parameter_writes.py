@@ -12,7 +12,7 @@ Three ways to write are looked for:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,22 +136,37 @@ def _effects(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 _VIEWS = {"getattr", "getitem", "detach", "view", "reshape", "t", "transpose", "permute", "flatten", "squeeze"}
 
 
+_refusing: list[Callable[[nn.Parameter], None]] = []  # of all captures under way, in any thread
+_lock = threading.Lock()
+
+
 @contextmanager
 def assignments_refused(model: nn.Module) -> Iterator[None]:
     """Inside, `parameter.data = ...` in this thread raises CaptureError and assigns nothing."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     thread = threading.get_ident()
 
-    def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    def refuse(parameter: nn.Parameter) -> None:
         if threading.get_ident() == thread and (id(parameter) in names or torch_private.is_fake(parameter)):
             raise refusal(names.get(id(parameter)) or _name_of(parameter, model), "it assigns to its .data")
-        _DATA.__set__(parameter, value)
 
-    nn.Parameter.data = property(_DATA.__get__, assign)  # type: ignore[assignment]
+    with _lock:
+        if not _refusing:
+            nn.Parameter.data = property(_DATA.__get__, _assign)  # type: ignore[assignment]
+        _refusing.append(refuse)
     try:
         yield
     finally:
-        del nn.Parameter.data
+        with _lock:
+            _refusing.remove(refuse)
+            if not _refusing:
+                del nn.Parameter.data
+
+
+def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    for refuse in tuple(_refusing):
+        refuse(parameter)
+    _DATA.__set__(parameter, value)
 
 
 def _name_of(parameter: nn.Parameter, model: nn.Module) -> str:

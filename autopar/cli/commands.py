@@ -22,20 +22,21 @@ import typer
 import autopar
 from autopar import Cluster, InputError, Plan
 from autopar.analysis.user_factory import load_call
-from autopar.cli.entries import named_degrees, named_plan, named_split
+from autopar.cli.entries import NamedPlans, named_configuration, named_plan, named_split, plans_by_hand
 from autopar.cli.errors import ErrorGroup
 from autopar.cli.report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
-from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
+from autopar.options import AHEAD_ONLY, COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.exits.tools import TOOLS, configuration_for
+from autopar.report.comparison_figure import check_figure
 from autopar.report.plan_report.subject import Wanted
 from autopar.runtime.other_systems.catalogue import SYSTEMS
 
 app = typer.Typer(
     cls=ErrorGroup,
     rich_markup_mode=None,
-    help="Pipeline PyTorch models over several devices by a plan that measurement and search choose.",
+    help="Run PyTorch models on several devices. autopar measures the model, and searches for the fastest plan.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -167,7 +168,7 @@ def profile(
     result = autopar.profile(devices=place, optimizer=optimizer, **options, **load_call(factory))
     typer.echo(result.to_json() if json else result)
     if html is not None:
-        save_report(result.report(), html, quiet=json)
+        save_report(result.report(command=typed_command()), html, quiet=json)
 
 
 @app.command()
@@ -242,7 +243,7 @@ def compare(
         typer.Option(
             metavar="NAME=DEGREES",
             help="A plan by hand, such as megatron=tensor=8,pipeline=4,micro_batch=1; may be repeated. The degrees are "
-            "those of Plan.by_hand.",
+            f"those of Plan.by_hand, and so are {', '.join(AHEAD_ONLY)} with --cluster.",
         ),
     ] = None,
     configuration: Annotated[
@@ -275,29 +276,29 @@ def compare(
     device, or predicted for a cluster that is not here."""
     if figure is not None:
         _check_writable(figure, "--figure ")
+        check_figure(figure)
     if html is not None:
         _check_writable(html, "--html ")
     place, call = _devices(devices, cluster, nodes), load_call(factory)
-    plans: dict[str, Plan | None] = {"auto": None}
-    plans |= dict(named_plan(entry) for entry in plan or ())
-    for entry in by_hand or ():
-        name, degrees = named_degrees(entry)
-        plans[name] = Plan.by_hand(devices=place, **call, **degrees)
+    n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"
+    plans = NamedPlans({"auto": None})
+    for entry in plan or ():
+        plans.add("--plan", *named_plan(entry))
+    how = {name: options[name] for name in AHEAD_ONLY if options[name] is not None}
+    for name, made in plans_by_hand(by_hand or (), place, call, how):
+        plans.add("--by-hand", name, made)
     for entry in split or ():
         name, stages = named_split(entry)
-        n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"
-        plans[name] = Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule)
+        plans.add("--split", name, Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule))
     for entry in configuration or ():
-        tool, equals, file = entry.partition("=")
-        if not (equals and file):
-            raise typer.BadParameter(f"{entry!r} is not TOOL=FILE", param_hint="--configuration")
-        plans[tool] = Plan.from_configuration(devices=place, tool=tool, source=Path(file), **call)
+        tool, file = named_configuration(entry)
+        plans.add("--configuration", tool, Plan.from_configuration(devices=place, tool=tool, source=file, **call))
     result = autopar.compare(devices=place, plans=plans, repeats=repeats, systems=system or (), **options, **call)
     typer.echo(result.to_json() if json else result)
     if figure is not None:
         result.figure(figure)
     if html is not None:
-        save_report(result.report(), html, quiet=json)
+        save_report(result.report(command=typed_command()), html, quiet=json)
 
 
 @app.command()

@@ -1,15 +1,32 @@
-"""Named plans as written on the command line: `NAME=FILE`, `NAME=MODULE:STAGE,...` and `NAME=DEGREE=VALUE,...`."""
+"""Named plans as written on the command line: `NAME=FILE`, `NAME=MODULE:STAGE,...`, `NAME=DEGREE=VALUE,...` and
+`TOOL=FILE`."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from autopar.errors import InputError, PlanError
+from autopar.options import AHEAD_ONLY
 from autopar.plan.degrees import DEGREES
 from autopar.plan.plan import Plan
+
+_BY_HAND = (*DEGREES, *AHEAD_ONLY)
+
+
+class NamedPlans(dict[str, Plan | None]):
+    """Plans to compare; None is the automatic one."""
+
+    def add(self, option: str, name: str, plan: Plan) -> None:
+        """Raises BadParameter for a name that there is already: one of both would silently not be compared."""
+        if name in self:
+            whose = "the automatic plan has" if self[name] is None else "another plan has"
+            raise typer.BadParameter(f"{whose} the name {name!r}; give this one another", param_hint=option)
+        self[name] = plan
 
 
 def named_plan(entry: str) -> tuple[str, Plan]:
@@ -27,23 +44,65 @@ def named_split(entry: str) -> tuple[str, dict[str, int]]:
     parts = [part.strip().rpartition(":") for part in text.split(",")]
     if not (name and equals) or not all(colon and stage.isdecimal() for _, colon, stage in parts):
         raise typer.BadParameter(f"{entry!r} is not NAME=MODULE:STAGE,...", param_hint="--split")
+    modules = [module for module, _, _ in parts]
+    twice = next((module for module in modules if modules.count(module) > 1), None)
+    if twice is not None:
+        raise typer.BadParameter(f"{entry!r} gives {twice!r} twice", param_hint="--split")
     return name, {module: int(stage) for module, _, stage in parts}
 
 
 def named_degrees(entry: str) -> tuple[str, dict[str, Any]]:
-    """The name and the degrees of `NAME=tensor=8,pipeline=4`. Raises BadParameter that names what is wrong."""
+    """The name and the degrees of `NAME=tensor=8,pipeline=4,overlap=gradients`, with how a step is run.
+
+    Raises BadParameter that names everything that is wrong.
+    """
     name, equals, text = entry.partition("=")
     if not (name and equals and text):
         raise typer.BadParameter(f"{entry!r} is not NAME=DEGREE=VALUE,...", param_hint="--by-hand")
     degrees: dict[str, Any] = {}
+    problems = []
     for part in text.split(","):
-        key, _, value = part.strip().partition("=")
-        if key not in DEGREES:
-            close = difflib.get_close_matches(key, DEGREES, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(DEGREES)}"
-            raise typer.BadParameter(f"{entry!r}: there is no degree {key!r}; {hint}", param_hint="--by-hand")
-        degrees[key] = _value(value)
+        key, equals, value = (side.strip() for side in part.partition("="))
+        if key not in _BY_HAND:
+            close = difflib.get_close_matches(key, _BY_HAND, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(_BY_HAND)}"
+            problems.append(f"there is no degree {key!r}; {hint}")
+        elif not value:
+            problems.append(f"{key} has no value; write {key}=VALUE")
+        elif key in degrees:
+            problems.append(f"it gives {key} twice")
+        else:
+            degrees[key] = _value(value)
+    if problems:
+        raise typer.BadParameter(f"{entry!r}: {'; '.join(problems)}", param_hint="--by-hand")
     return name, degrees
+
+
+def plans_by_hand(
+    entries: Sequence[str], devices: Any, call: Mapping[str, Any], how: Mapping[str, Any]
+) -> list[tuple[str, Plan]]:
+    """The plans of `NAME=DEGREE=VALUE,...`, with their names. `how`: of a step, where an entry says nothing else.
+
+    Raises BadParameter for entries that cannot be read, and PlanError that says of every plan what contradicts.
+    """
+    plans: list[tuple[str, Plan]] = []
+    refused = []
+    for name, degrees in [named_degrees(entry) for entry in entries]:
+        try:
+            plans.append((name, Plan.by_hand(devices=devices, **{**how, **call, **degrees})))
+        except (InputError, PlanError) as error:
+            refused.append(f"{name}: {error}")
+    if refused:
+        raise PlanError("\n".join(refused))
+    return plans
+
+
+def named_configuration(entry: str) -> tuple[str, Path]:
+    """The tool and the file of `TOOL=FILE`."""
+    tool, equals, file = entry.partition("=")
+    if not (tool and equals and file):
+        raise typer.BadParameter(f"{entry!r} is not TOOL=FILE", param_hint="--configuration")
+    return tool, Path(file)
 
 
 def _value(text: str) -> int | bool | str:

@@ -99,6 +99,9 @@ class CostTable:
     gathering: GatheringTimes | None = None  # None: no activation is gathered again
     # [nodes] s of `forward`, and of `backward`, in which collectives run and nothing else does; None: no collectives.
     collectives: tuple[np.ndarray, np.ndarray] | None = None
+    # [nodes] s of `backward` that the first micro-batch of a step lacks on every replica: there are no gradients of
+    # parameters yet to which it could add its own. None: nothing.
+    accumulation: np.ndarray | None = None
     # By a number of samples that is not among `rows`: forward [nodes], backward [nodes], loss [2]. None: interpolate.
     estimate: Callable[[int], Seconds] | None = field(default=None, compare=False, repr=False)
 
@@ -125,6 +128,7 @@ class CostTable:
             None if self.weight is None else factor * self.weight,
             None if self.gathering is None else self.gathering._replace(taken=factor * self.gathering.taken),
             self.collectives,
+            None if self.accumulation is None else factor * self.accumulation,
         )
 
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:

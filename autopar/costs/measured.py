@@ -202,7 +202,7 @@ class Measured:
 
     def accumulate(self) -> float:
         first = self.devices[0]
-        key = signature_key("accumulate", first.kind, first.threads)
+        key = signature_key("accumulate in turn", first.kind, first.threads)
         known = self._cache.get(key, _seconds_from_json) if self._cache is not None else None
         if known is not None:
             return known
@@ -347,8 +347,6 @@ def with_shards(
     `ranks`: the processes of the devices, if each has one."""
     if widest < 2 or (costs.shards is not None and costs.shards.widest >= widest):
         return costs
-    if costs.ranks is not None and costs.ranks.notes:
-        return costs  # the notes say why no mesh is priced
     progress(f"collectives of up to {widest} devices", 0.0)
     with measurement_cache(cache) as store:
         if ranks is not None:

@@ -29,9 +29,19 @@ def tables_of(measured: Sequence[tuple[Device, GraphTimes]]) -> tuple[CostTable,
                 trust * np.array([[t.forward[n] for n in nodes] for t in times]),
                 trust * np.array([[t.backward[n] for n in nodes] for t in times]),
                 trust * np.array([[t.loss_forward, t.loss_backward] for t in times]),
+                accumulation=_accumulation(times, nodes),
             )
         )
     return tuple(tables)
+
+
+def _accumulation(times: Sequence[GraphTimes], nodes: Sequence[str]) -> np.ndarray | None:
+    """[nodes] s, which do not depend on the samples: the median of all sizes, and no more than any backward."""
+    if not any(one.accumulation for one in times):
+        return None
+    each = np.array([[one.accumulation.get(n, 0.0) for n in nodes] for one in times])
+    least = np.array([[one.backward[n] for n in nodes] for one in times]).min(axis=0)
+    return np.minimum(np.median(each, axis=0), least)
 
 
 def _evened(rows: np.ndarray, totals: np.ndarray) -> np.ndarray:

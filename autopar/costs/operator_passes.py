@@ -177,11 +177,12 @@ class Measuring:
             companions=companions,
             beside=[(module_on(gpu.torch_device), gpu.torch_device) for gpu in others],
         )
-        forward, backward = (
-            {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}
-            for seconds in (times.forward, times.backward)
+        forward, backward, accumulation = (
+            {name: sum(seconds.get(m, 0.0) for m in like) / len(like) for name, like in reduced.like.items()}
+            for seconds in (times.forward, times.backward, times.accumulation)
         )
-        return replace(times, forward=forward, backward=backward)
+        accumulation = {name: seconds for name, seconds in accumulation.items() if seconds}
+        return replace(times, forward=forward, backward=backward, accumulation=accumulation)
 
     def _autocast_of(self, device: Device) -> Autocast:
         return self._autocasts[device.torch_device.type]

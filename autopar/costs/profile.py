@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 import networkx as nx
 import torch
@@ -21,14 +20,11 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls, CostTable
 from autopar.costs.operator_cost import operator_costs
 from autopar.errors import InputError
-from autopar.plan.display import reported, shown
+from autopar.plan.results import Result
 from cost_models import Link
 from cost_models.graphs import on_meta
 from cost_models.kernels.launches import overlapped_seconds
 from cost_models.memory.step_memory import StepMemory, step_memory
-
-if TYPE_CHECKING:
-    from autopar.report.document import Report
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Result):
     """The costs that a plan is made from; `print(profile)` shows tables.
 
     `graph`: a networkx.DiGraph of the operators to draw (`networkx.nx_pydot.write_dot`) or to save (`write_graphml`).
@@ -97,14 +93,6 @@ class Profile:
         """The operators that take most time on a device kind (default: the first), slowest first."""
         chosen = kind or self.kinds[0]
         return tuple(sorted(self.operators, key=lambda cost: -cost.seconds(chosen)))[:count]
-
-    def __str__(self) -> str:
-        return shown(self)
-
-    def report(self) -> Report:
-        """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""
-        made: Report = reported(self)
-        return made
 
     def to_json(self) -> str:
         """Everything in seconds and bytes; the bandwidth is null for a link that passes tensors by reference."""
@@ -148,7 +136,9 @@ def training_step(example: Example, optimizer: str, device_type: str) -> StepMem
 
 
 def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
-    """The cost graph as a profile: one device of each kind, the whole batch."""
+    """The cost graph as a profile: one device of each kind, the whole batch. Raises InputError without operators."""
+    if not len(costs.graph):
+        raise InputError("the model runs no operators in this call, so there is nothing to profile")
     kinds = tuple(dict.fromkeys(device.kind for device in costs.devices))
     names = list(costs.graph)
     forward: dict[str, dict[str, float]] = {}  # kind -> node -> s

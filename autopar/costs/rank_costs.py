@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -50,6 +50,9 @@ class RankMeasurements(Protocol):
     def backend(self) -> str:
         """Of torch.distributed, that carries tensors between the ranks."""
 
+    def spec(self, rank: int) -> DeviceSpec:
+        """What the device of a rank reaches."""
+
     def passes(self, ranks: Sequence[int], workers: int, rows: int) -> GraphTimes:
         """The times of the example's operators with `rows` samples, while all of `ranks`, of one machine, run them."""
 
@@ -71,7 +74,7 @@ class RankMeasurements(Protocol):
 class RankCosts:
     """The hosts of a job, and what its ranks take to send to each other."""
 
-    cluster: Cluster  # hosts as nodes, its devices at hand; where hosts differ, every rank is a node of its own
+    cluster: Cluster  # hosts as nodes, its devices at hand
     per_machine: int  # ranks of a machine, at most
     notes: tuple[str, ...] = ()
     handling: float = 0.0  # s of CPU time of each end of a message, besides the time of its link
@@ -84,13 +87,6 @@ class RankCosts:
         there = {cluster.node_of(group.first) for group in targets}
         here = Counter(cluster.node_of(group.first) for group in sources)
         return max((count for host, count in here.items() if there - {host}), default=1)
-
-
-def even(hosts: Sequence[int]) -> bool:
-    """Whether every host has as many ranks, next to each other in the order of ranks."""
-    counts = Counter(hosts)
-    per_host = len(hosts) // len(counts)
-    return list(hosts) == sorted(hosts) and set(counts.values()) == {per_host}
 
 
 def measured_links(ranks: RankMeasurements, devices: Sequence[Device], cache: MeasurementCache | None) -> ProcessLinks:
@@ -135,30 +131,44 @@ def rank_costs(
 
     `specs`: of the kinds of devices, where meshes are priced. `which`: the collectives to measure.
     """
-    hosts, kinds = list(ranks.hosts), {device.kind for device in devices}
-    alike = even(hosts) and len(kinds) == 1
-    nodes = len(set(hosts)) if alike else len(hosts)
+    hosts, kinds = list(ranks.hosts), {device.kind: device for device in devices}
     inside, across = links.within(hosts), links.between(hosts)
     any_link = across or inside or Link(0.0, math.inf)
     intra, inter = _network("within a host", inside or any_link), _network("between hosts", across or any_link)
-    if not alike:
-        inter = _network("between ranks", any_link)
-    if links.shared and alike:
+    if links.shared:
         inter = replace(inter, shared=True)
-    known = specs or {kind: _unmeasured(device) for kind, device in {d.kind: d for d in devices}.items()}
-    node = tuple(known[devices[i if alike else 0].kind] for i in range(len(devices) // nodes))
+    known = specs or {kind: _unmeasured(device) for kind, device in kinds.items()}
     named = {(devices[a].name, devices[b].name): link for (a, b), link in links.links.items()}
-    cluster = Cluster(node, nodes, intra, inter, tuple(devices), named)
-    collectives = tuple(_collectives(ranks, cluster, group, which, cache) for group in _groups(cluster))
-    notes = () if alike else (_uneven(hosts, kinds),)
+    cluster = _hosts_as_nodes(hosts, devices, known, intra, inter)
+    cluster = replace(cluster, measured_links=named)
+    rank_of = {device.name: rank for rank, device in enumerate(devices)}
+    measured = [sorted(rank_of[cluster.devices[i].name] for i in group) for group in _groups(cluster)]
+    collectives = tuple(_collectives(ranks, cluster, devices, group, which, cache) for group in measured)
+    notes = (_mixed(kinds),) if len(kinds) > 1 else ()
     cluster = replace(cluster, measured_collectives=collectives)
     return RankCosts(cluster, max(Counter(ranks.machines).values()), notes, _handling(ranks, devices, cache))
 
 
-def _uneven(hosts: Sequence[int], kinds: set[str]) -> str:
-    counts = ", ".join(map(str, Counter(hosts).values()))
-    why = f"hosts have {counts} ranks" if len(kinds) == 1 else f"ranks are of different kinds ({', '.join(kinds)})"
-    return f"{why}: collectives among n ranks are priced as among the first n, and no stage has a mesh"
+def _hosts_as_nodes(
+    hosts: Sequence[int], devices: Sequence[Device], specs: Mapping[str, DeviceSpec], intra: Network, inter: Network
+) -> Cluster:
+    """The devices host by host, whatever the order of ranks. Nodes are alike where hosts are."""
+    by_host: dict[int, list[Device]] = {host: [] for host in sorted(set(hosts))}
+    for host, device in zip(hosts, devices, strict=True):
+        by_host[host].append(device)
+    at_hand = tuple(device for mine in by_host.values() for device in mine)
+    kinds = [tuple(specs[device.kind] for device in mine) for mine in by_host.values()]
+    if len(set(kinds)) == 1:
+        return Cluster(kinds[0], len(kinds), intra, inter, at_hand)
+    every = tuple(spec for of_host in kinds for spec in of_host)
+    return Cluster(every, 1, intra, inter, at_hand, sizes=tuple(map(len, kinds)))
+
+
+def _mixed(kinds: Collection[str]) -> str:
+    return (
+        f"ranks are of different kinds ({', '.join(kinds)}): collectives are priced as those of the first ranks that "
+        "lie alike in their hosts"
+    )
 
 
 def _network(name: str, link: Link) -> Network:
@@ -171,39 +181,46 @@ def _unmeasured(device: Device) -> DeviceSpec:
 
 
 def _groups(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Ranks of one group of every shape that replicas and lines of meshes have, the first such ranks.
+    """Places in the cluster of one group of every shape that replicas and lines of meshes have, the first such devices.
 
-    The first n ranks, for every n, and n ranks of as many hosts. Of many ranks, powers of two.
+    The first n devices, for every n, and n devices of as many nodes: of all, and where nodes differ, of those that have
+    as many. Of many devices, powers of two.
     """
-    total, per_node = len(cluster.devices), len(cluster.node)
-    wanted = [tuple(range(n)) for n in range(2, total + 1)]
-    wanted += [tuple(i * per_node for i in range(n)) for n in range(2, cluster.nodes + 1)]
-    if total > 8:
-        wanted = [group for group in wanted if len(group) & (len(group) - 1) == 0 or len(group) in (per_node, total)]
+    nodes = [cluster.node_of(device) for device in cluster.devices]
+    size = Counter(nodes)
+    alike = [[i for i, node in enumerate(nodes) if size[node] == n] for n in dict.fromkeys(size.values())]
+    wanted: list[tuple[int, ...]] = []
+    for mine in [list(range(len(nodes))), *(alike if len(alike) > 1 else ())]:
+        firsts = [i for place, i in enumerate(mine) if place == 0 or nodes[i] != nodes[mine[place - 1]]]
+        wanted += [tuple(mine[:n]) for n in range(2, len(mine) + 1)]
+        wanted += [tuple(firsts[:n]) for n in range(2, len(firsts) + 1)]
+    if len(nodes) > 8:
+        kept = (*size.values(), len(nodes))
+        wanted = [group for group in wanted if len(group) & (len(group) - 1) == 0 or len(group) in kept]
     wanted = [group for group in wanted if len(group) <= _LARGE]
-    found = {_shape(cluster, group): group for group in reversed(wanted)}
+    found = {_shape(cluster, [cluster.devices[i] for i in group]): group for group in reversed(wanted)}
     return sorted(found.values(), key=lambda group: (len(group), group))
 
 
-def _shape(cluster: Cluster, ranks: Sequence[int]) -> tuple[object, ...]:
-    group = cluster.group([cluster.devices[rank] for rank in ranks])
+def _shape(cluster: Cluster, devices: Sequence[Device]) -> tuple[object, ...]:
+    group = cluster.group(devices)
     return group.nodes, group.per_node, group.uneven
 
 
 def _collectives(
     ranks: RankMeasurements,
     cluster: Cluster,
+    devices: Sequence[Device],
     group: Sequence[int],
     which: Sequence[Collective],
     cache: MeasurementCache | None,
 ) -> MeasuredCollectives:
-    """Of one group alone; and whether all equal groups take turns if they do the same at once."""
+    """Of one group of ranks alone; and whether all equal groups take turns if they do the same at once."""
     links = sorted({(x.latency, str(x.bandwidth)) for x in cluster.measured_links.values()})
     described = [
         ranks.backend,
-        cluster.nodes,
-        len(cluster.node),
-        [d.kind for d in cluster.devices],
+        [cluster.node_of(device) for device in devices],
+        [device.kind for device in devices],
         list(group),
         list(which),
     ]
@@ -212,9 +229,9 @@ def _collectives(
     if known is not None:
         return known
     found = ranks.collectives(group, which)
-    shape = cluster.group([cluster.devices[rank] for rank in group])
+    shape = cluster.group([devices[rank] for rank in group])
     found = replace(found, nodes=shape.nodes, per_node=shape.per_node, uneven=shape.uneven)
-    beside = _beside(cluster, group)
+    beside = _beside([cluster.node_of(device) for device in devices], group)
     if len(beside) > 1 and "all_reduce" in found.times:
         alone = found.times["all_reduce"][-1]
         found = replace(found, in_turn=ranks.at_once(beside, found.sizes[-1]) > IN_TURN * alone)
@@ -237,15 +254,15 @@ def _collectives_from_json(value: Any) -> MeasuredCollectives:
     )
 
 
-def _beside(cluster: Cluster, group: Sequence[int]) -> list[tuple[int, ...]]:
-    """`group`, and the equal groups of other ranks in the same hosts, which could do the same at the same time."""
-    hosts = {rank // len(cluster.node) for rank in group}
-    here = [rank for rank in range(len(cluster.devices)) if rank // len(cluster.node) in hosts]
-    step = group[1] - group[0]
-    found, taken = [tuple(group)], set(group)
-    for first in here:
-        other = tuple(first + rank - group[0] for rank in group)
-        if not taken & set(other) and all(rank in here for rank in other) and (step == 1 or len(hosts) > 1):
-            found.append(other)
-            taken |= set(other)
+def _beside(nodes: Sequence[int], group: Sequence[int]) -> list[tuple[int, ...]]:
+    """`group`, and the equal groups of other ranks in the same hosts, which could do the same at the same time.
+
+    `nodes`: by rank.
+    """
+    wanted = Counter(nodes[rank] for rank in group)
+    free = {node: [rank for rank, of in enumerate(nodes) if of == node and rank not in group] for node in wanted}
+    found = [tuple(group)]
+    while all(len(free[node]) >= n for node, n in wanted.items()):
+        found.append(tuple(sorted(rank for node, n in wanted.items() for rank in free[node][:n])))
+        free = {node: free[node][n:] for node, n in wanted.items()}
     return found

@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -86,8 +86,11 @@ def measure_shards_of_ranks(
     widest: int,
     cache: MeasurementCache | None = None,
 ) -> ShardCosts:
-    """What meshes of up to `widest` devices cost, each in a process of its own. The devices are of one kind."""
-    specs = {devices[0].kind: _known_spec(devices[0], cache)}
+    """What meshes of up to `widest` devices cost, each in a process of its own."""
+    first_ranks = {device.kind: rank for rank, device in reversed(list(enumerate(devices)))}
+    specs = {
+        kind: _known_spec(devices[rank], cache, partial(ranks.spec, rank)) for kind, rank in sorted(first_ranks.items())
+    }
     found = rank_costs(ranks, devices, links, cache, specs=specs, which=tuple(_DIMS))
     return ShardCosts(found.cluster, widest, separate=True)
 
@@ -108,11 +111,14 @@ def measure_shards(
     return ShardCosts(Cluster(node, 1, network, network, tuple(devices), links, measured), widest)
 
 
-def _known_spec(device: Device, cache: MeasurementCache | None) -> DeviceSpec:
+def _known_spec(
+    device: Device, cache: MeasurementCache | None, measure: Callable[[], DeviceSpec] | None = None
+) -> DeviceSpec:
+    """`measure`: where the device is another process's."""
     key = signature_key("spec", device.kind, device.threads)
     known = None if cache is None else cache.get(key, lambda value: DeviceSpec(device.kind, **value))
     if known is None:
-        known = measure_spec(device)
+        known = measure_spec(device) if measure is None else measure()
         if cache is not None:
             cache.put(key, fields_of(known))
     return replace(known, memory=max(1, device.memory))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as to_json
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from autopar.version import __version__
 
 WIDTH = 80
 _MOST_LINKS = 6  # lines of links
+_DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,25 @@ class Diagnosis:
 def diagnose(devices: str | None = None) -> Diagnosis:
     """Look at this machine and measure its links. `devices`: such as "cpu,cpu"; None: the default ones.
 
+    A GPU that is not there is a problem among the others, which may say why.
+
     Raises:
-        DeviceError: a device that is not there.
+        DeviceError: a name that no device has.
     """
     machine = this_machine()
     n_workers = None if devices is None else sum(name.strip().startswith("cpu") for name in devices.split(","))
     found = findings(machine, n_workers)
     there: tuple[list[DeviceFact], list[LinkFact]] = ([], [])
     if machine.torch is not None and not any(finding.subject == "torch" for finding in found):
-        there = devices_and_links(devices)
+        from cost_models.errors import DeviceError  # imports torch, which may not be there
+
+        try:
+            there = devices_and_links(devices)
+        except DeviceError as error:
+            if devices is None or not all(_DEVICE.fullmatch(name.strip()) for name in devices.split(",")):
+                raise
+            absent = Finding("problem", "devices", f"{error}", "autopar doctor without --devices shows what is there")
+            found = [absent, *found]
     return Diagnosis(machine, *there, found)
 
 

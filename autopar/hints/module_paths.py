@@ -28,7 +28,11 @@ def few(names: Sequence[str]) -> str:
 def near(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'layers.8' or 'layers.0'?`, or which names there are; empty if there are none."""
     names = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(name, names, _MAX_LISTED)
-    if close:
-        return f"; did you mean {' or '.join(map(repr, close))}?"
-    return f"; there are {few(names)}" if names else ""
+    meant = similar(name, names)
+    return f"; {meant}" if meant else f"; there are {few(names)}" if names else ""
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'layers.8' or 'layers.0'?`; empty if no name is similar."""
+    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), _MAX_LISTED)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else ""

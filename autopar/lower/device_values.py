@@ -7,7 +7,8 @@ node `gradient`, which holds the steps of its gradient (`lower.collectives`):
          `---------------------'
 
 A node `kept_as_shards` follows the gathers of what the backward gathers again: parameters that are stored in parts, and
-activations where the plan says so (`lower.regather`).
+activations where the plan says so (`lower.regather`). Each reader of such a parameter gathers it for itself, so that it
+is whole only while that reader runs.
 
 The steps are those of the plan (`TensorRedistribution`), which the search priced. Values that the plan says nothing
 about take the steps in which a device sends the fewest bytes.
@@ -145,7 +146,7 @@ class DeviceValues:
         if made.alone:
             made = self._spread(node, made, layout)
         key = ("read", layout, gradient)
-        if key not in made.moved:
+        if key not in made.moved or (node.op == "get_attr" and made.layouts[0] != layout):
             forward = self._default(node, made.layouts[0], layout)
             backward = self._default(node, gradient, made.wanted[0]) if made.floating else ()
             made.moved[key] = self._passed(node, made, forward, backward).nodes
@@ -220,7 +221,8 @@ class DeviceValues:
     def _moved(self, node: fx.Node, made: DeviceValue, passed: tuple[Placements, ...]) -> fx.Node | None:
         """The list of parts after steps without gradients; None where there are none."""
         key = ("steps", *passed)
-        if key not in made.moved:
+        gathers_parameter = node.op == "get_attr" and before_gathers(passed) < len(passed) - 1
+        if key not in made.moved or gathers_parameter:  # each reader gathers a parameter for itself
             moves = self._moves(node, passed)
             # Gathered parameters always count as gathered again, as ZeRO-3 does.
             first = before_gathers(passed) if self.regather or node.op == "get_attr" else len(moves)

@@ -13,6 +13,8 @@ computes nothing: where a plan lists it later than the tuple, it runs where the 
 
 from __future__ import annotations
 
+import difflib
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,6 +36,8 @@ from autopar.hints.module_paths import few, nearest
 Storages = Mapping[str, frozenset[int]]
 
 _MOST_PATHS = 8  # modules in a message
+_MOST_MISSPELT = 6  # operators in a message
+_ALIKE = 0.8  # share of equal letters of names that are alike
 
 
 def by_operators(
@@ -95,6 +99,34 @@ def check_listed(stages: Sequence[Sequence[str]], stage_of: Mapping[fx.Node, int
                 f"{stage}; "
                 "take the operators or the split out of the plan"
             )
+
+
+def unknown_operators(stages: Sequence[Sequence[str]], program: Program) -> list[str]:
+    """Sentences about operators that stages list and the program does not have.
+
+    Raises PlanError for those that are misspelt: no operator of the program has this name, and the module has one with
+    a similar name that the plan does not list. Other captures may number operators differently, or have fewer of them.
+    """
+    keys = set(operator_keys(program).values())
+    listed = {key: stage for stage, operators in enumerate(stages) for key in operators}
+    names = {_name(key) for key in keys}
+    unlisted: dict[str, list[str]] = defaultdict(list)
+    for key in keys - listed.keys():
+        unlisted[key.rpartition("/")[0]].append(key)
+    unknown = {key: stage for key, stage in listed.items() if key not in keys}
+    misspelt = []
+    for key, stage in unknown.items():
+        close = difflib.get_close_matches(key, unlisted[key.rpartition("/")[0]], 1, _ALIKE)
+        if close and _name(key) not in names:
+            misspelt.append(f"stage {stage} lists '{key}', which the model does not have; did you mean '{close[0]}'?")
+    if misspelt:
+        raise PlanError("\n  ".join(misspelt[:_MOST_MISSPELT]))
+    return [f"the plan lists {few(list(unknown))}, which this call does not run"] if unknown else []
+
+
+def _name(key: str) -> str:
+    """`linear` of `encoder.fc1/linear#0`."""
+    return key.rpartition("/")[2].rpartition("#")[0]
 
 
 class _Move(NamedTuple):

@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 from autopar.hints.module_paths import ancestors, near, nearest
 from autopar.plan.display import priced_like
 from autopar.plan.file_format.folding import Layer, layer_of
-from autopar.plan.recompute import RECOMPUTE, recompute_flags
+from autopar.plan.recompute import recompute_by_stage, recompute_flags
 from autopar.sharding.stage_sharding import StageSharding
 
 if TYPE_CHECKING:
@@ -62,11 +62,14 @@ class PlanChanges:
             recompute: "none", "selective", "full", "selective-op" or "stage", as for `by_hand`; or by stage:
                 {0: "full"}.
             zero: what is cut over replicas, as for `by_hand`: 0 nothing, 1 the optimizer's state, 2 gradients as well,
-                3 parameters as well. It needs meshes with an axis of replicas, and a plan for a cluster that this
-                process planned or priced.
+                3 parameters as well. It needs a plan that this process planned or priced. Replicas of a whole stage
+                become a mesh: each then does a part of every micro-batch, of which there are fewer. Ranks of torchrun
+                store parts; one process at hand has one optimizer, whose states stay whole. Nothing is predicted of a
+                changed plan under torchrun, or of a plan by hand for devices at hand.
 
         Raises:
-            PlanError: decisions that contradict each other; all are listed.
+            PlanError: decisions that contradict each other; all are listed. For `zero`, a plan without replicas, or
+                whose micro-batches they cannot share out.
         """
         plan = cast("Plan", self)
         other = changed(plan, n_microbatches=n_microbatches, schedule=schedule, recompute=recompute)
@@ -106,13 +109,7 @@ def _decided(plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recomputing(stages: Sequence[Stage], wanted: str | Mapping[int, str]) -> Iterator[Stage]:
-    names = dict.fromkeys(range(len(stages)), wanted) if isinstance(wanted, str) else dict(wanted)
-    unknown = [number for number in names if number not in range(len(stages))]
-    if unknown:
-        raise PlanError(f"recompute names stage {', '.join(map(str, unknown))}, but there are 0..{len(stages) - 1}")
-    for name in names.values():
-        if name not in RECOMPUTE:
-            raise PlanError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {name!r}")
+    names = recompute_by_stage(wanted, len(stages))
     for number, stage in enumerate(stages):
         flags: dict[str, Any] = recompute_flags(names[number]) if number in names else {}
         yield replace(stage, **flags) if flags else stage
@@ -121,6 +118,8 @@ def _recomputing(stages: Sequence[Stage], wanted: str | Mapping[int, str]) -> It
 def moved(plan: Plan, path: str, stage: int) -> Plan:
     """The plan with a module, layers in a row or an operator on another stage; see `Plan.move`."""
     n = len(plan.stages)
+    if not isinstance(path, str):
+        raise PlanError(f"path must be the path of a module or the key of an operator, got {path!r}")
     if type(stage) is not int or not 0 <= stage < n:
         raise PlanError(f"there is no stage {stage!r}: stages are 0..{n - 1}")
     alone = plan.without_predictions(f"'{path}' was moved to stage {stage}")

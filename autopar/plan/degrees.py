@@ -17,6 +17,9 @@ DEGREES = (
 )
 """What a plan by hand can fix."""
 
+ZERO = (0, 1, 2, 3)
+"""Stages of ZeRO (Rajbhandari et al., 2020)."""
+
 
 @dataclass(frozen=True)
 class Degrees:

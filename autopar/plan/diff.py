@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.errors import InputError
 from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan.display import compared, shown, step_parts
 from autopar.plan.exits.plan_degrees import replica_axes, zero_of
@@ -19,6 +20,7 @@ from autopar.plan.stage import Stage
 
 Fact = str | int | bool | None
 _ASSUMED = "priced for a step with"
+_DEGREES = ("stages", "micro-batches", "schedule", "meshes", "ZeRO", "activations gathered again")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class PlanDiff:
         return not (decided or self.modes or self.moves or self.recomputed or self.only_before or self.only_after)
 
     @property
+    def degrees(self) -> tuple[Setting, ...]:
+        """The settings that a plan by hand fixes, but for recomputation (`modes`)."""
+        return tuple(setting for setting in self.settings if setting.name in _DEGREES)
+
+    @property
     def same(self) -> bool:
         """The same decisions with the same predictions."""
         return self.same_decisions and not self.settings and all(q.before == q.after for q in self.quantities)
@@ -110,7 +117,12 @@ class PlanDiff:
 
 @compared.register(Plan)
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
-    """What `after` decides and predicts differently from `before`. O(operators x depth of modules)."""
+    """What `after` decides and predicts differently from `before`. O(operators x depth of modules).
+
+    Raises InputError where `after` is no plan.
+    """
+    if not isinstance(after, Plan):
+        raise InputError(f"a plan is compared with another Plan, got {type(after).__name__}")
     stages = _stage_of(before, after)
     both = {key: pair for key, pair in stages.items() if None not in pair}
     again = {
@@ -214,14 +226,19 @@ def _settings(before: Plan, after: Plan) -> list[Setting]:
 
 
 def _meshes(plan: Plan) -> str | None:
-    """The mesh of every stage, in order."""
+    """The meshes of all stages, in order; equal neighbours are counted."""
     texts = [
         " x ".join(f"{name} {n}" for name, n in zip(s.sharding.axes, s.sharding.mesh, strict=True))
         if s.sharding
         else "-"
         for s in plan.stages
     ]
-    return " | ".join(texts) if any(stage.sharding for stage in plan.stages) else None
+    if not any(stage.sharding for stage in plan.stages):
+        return None
+    runs = [(text, sum(1 for _ in run)) for text, run in itertools.groupby(texts)]
+    if len(runs) == 1:
+        return texts[0]
+    return " | ".join(f"{text} in {n} stages" if n > 1 else text for text, n in runs)
 
 
 def _zero(plan: Plan) -> int:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from autopar.errors import PlanError
 from autopar.plan.display import by_hand
 from autopar.plan.placeholders import ordinal
-from autopar.plan.recompute import RECOMPUTE
+from autopar.plan.recompute import recompute_by_stage
 from autopar.plan.stage import Stage
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
+
+_MOST_NAMED = 4  # stages in a message
 
 
 class PlanByHand:
@@ -28,7 +32,7 @@ class PlanByHand:
         n_microbatches: int,
         schedule: str = "1f1b",
         devices: Sequence[Sequence[str] | str] | None = None,
-        recompute: Collection[int] | Mapping[int, str] = (),
+        recompute: str | Collection[int] | Mapping[int, str] = (),
         selective: Collection[int] = (),
     ) -> Plan:
         """A plan made by hand: `split` puts modules (by path, as in `named_modules()`) on stages.
@@ -39,29 +43,23 @@ class PlanByHand:
             devices: for each stage its device, or the devices of its replicas. Default: stage s on the s-th device
                 offered (CPU workers are called `"cpu:0"`, `"cpu:1"` ...); under interleaved-1f1b the stages go round
                 the devices offered.
-            recompute: the stages that keep only their inputs and run their whole forwards again; or by stage what it
-                does, as `by_hand` calls it: {0: "full", 1: "stage", 2: "selective"}.
+            recompute: the stages that keep only their inputs and run their whole forwards again; or what stages do, as
+                `by_hand` calls it: "full" for all, {0: "full", 1: "stage", 2: "selective"} by stage.
             selective: the stages that recompute the cores of their attentions alone.
+
+        Raises:
+            PlanError: stages that are not numbered 0, 1, 2 .., and other arguments that cannot be.
         """
-        if not split:
-            raise PlanError("split is empty; give at least one module path and its stage")
-        wrong = {path: stage for path, stage in split.items() if not isinstance(stage, int) or stage < 0}
-        if wrong:
-            raise PlanError(f"stages are numbered from 0, got {wrong}")
-        n_stages = max(split.values()) + 1
-        if devices is None:
-            devices = [ordinal(s) for s in range(n_stages)]
-        if len(devices) != n_stages:
-            raise PlanError(f"the split has {n_stages} stages, but devices names {len(devices)}")
-        for name, stages_named in (("recompute", recompute), ("selective", selective)):
-            unknown = ", ".join(repr(stage) for stage in stages_named if stage not in range(n_stages))
-            if unknown:
-                raise PlanError(f"{name} names {unknown}, but there are stages 0..{n_stages - 1}")
-        modes = dict.fromkeys(recompute, "stage") if not isinstance(recompute, Mapping) else dict(recompute)
-        wrong_modes = {s: name for s, name in modes.items() if name not in RECOMPUTE}
-        if wrong_modes:
-            raise PlanError(f"recompute of a stage must be one of {', '.join(RECOMPUTE)}, got {wrong_modes}")
-        names = [(d,) if isinstance(d, str) else tuple(d) for d in devices]
+        n_stages = _stages_in(split)
+        names = [(ordinal(s),) for s in range(n_stages)] if devices is None else _devices_by_stage(devices, n_stages)
+        if isinstance(selective, str) or not isinstance(selective, Collection):
+            raise PlanError(f"selective must list stages, as in [0, 1], got {selective!r}")
+        unknown = ", ".join(repr(stage) for stage in selective if stage not in range(n_stages))
+        if unknown:
+            raise PlanError(f"selective names {unknown}, but there are stages 0..{n_stages - 1}")
+        if not isinstance(recompute, (str, Mapping)) and isinstance(recompute, Collection):
+            recompute = dict.fromkeys(recompute, "stage")
+        modes = recompute_by_stage(recompute, n_stages)
         stages = tuple(
             Stage(
                 d,
@@ -157,3 +155,40 @@ class PlanByHand:
             overlap=overlap,
         )
         return plan
+
+
+def _stages_in(split: Mapping[str, int]) -> int:
+    """Number of stages of a split. Raises PlanError for what is none."""
+    if not isinstance(split, Mapping):
+        raise PlanError(f"split must be a mapping from module paths to stages, as in {{'encoder': 0}}, got {split!r}")
+    if not split:
+        raise PlanError("split is empty; give at least one module path and its stage")
+    wrong = {path: stage for path, stage in split.items() if type(stage) is not int or stage < 0}
+    if wrong:
+        raise PlanError(f"stages are numbered from 0, got {wrong}")
+    unnamed = [path for path in split if not isinstance(path, str)]
+    if unnamed:
+        raise PlanError(f"split has paths of modules, as in named_modules(), got {unnamed}")
+    n_stages = max(split.values()) + 1
+    if n_stages > len(split):  # so some have no module, perhaps many
+        used = set(split.values())
+        empty = itertools.islice((str(stage) for stage in range(n_stages) if stage not in used), _MOST_NAMED)
+        raise PlanError(f"no module is put on stage {', '.join(empty)}; number the stages 0, 1, 2, ...")
+    return n_stages
+
+
+def _devices_by_stage(devices: Sequence[Sequence[str] | str], n_stages: int) -> list[tuple[str, ...]]:
+    """The names of each stage's devices. Raises PlanError."""
+    example = "one entry for each stage, its device or a list of them: ['cuda:0', ['cuda:1', 'cuda:2']]"
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise PlanError(f"devices must have {example}, got {devices!r}")
+    if len(devices) != n_stages:
+        raise PlanError(f"the split has {n_stages} stages, but devices names {len(devices)}; give {example}")
+    found = []
+    for stage, named in enumerate(devices):
+        names = tuple(named) if isinstance(named, (list, tuple)) else (named,)
+        wrong = [name for name in names if not isinstance(name, (str, torch.device))]
+        if wrong:
+            raise PlanError(f"devices of stage {stage} must be names such as 'cuda:0', got {wrong[0]!r}")
+        found.append(tuple(map(str, names)))
+    return found

@@ -5,7 +5,7 @@ A plan prints, saves and loads. It knows neither the search that chose it nor th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from autopar.capture.program import Program
 from autopar.errors import PlanError
-from autopar.hints.module_paths import ancestors, few, nearest
+from autopar.hints.module_paths import ancestors, few, nearest, similar
 from autopar.plan import serialization
 from autopar.plan.assignment import Storages, by_modules, by_operators, check_listed, operators_of_stages
 from autopar.plan.assumptions import Assumptions
@@ -36,7 +36,7 @@ from autopar.plan.placement import placed_on
 from autopar.plan.plan_report import PlanReport
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.plan.step_work import StepWork
-from autopar.plan.validation import INTERLEAVED, places, rounds, violations
+from autopar.plan.validation import INTERLEAVED, places, rounds, violations, wrong_types
 
 if TYPE_CHECKING:
     from autopar.plan.diff import PlanDiff
@@ -77,7 +77,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
     work: StepWork | None = None  # what a step does, whatever the plan; None: made by hand without prices
 
     def __post_init__(self) -> None:
-        problems = violations(self)
+        problems = wrong_types(self) or violations(self)
         if problems:
             raise PlanError("; ".join(problems))
 
@@ -131,7 +131,12 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         named = [*(path for path, _ in self.split), *sorted(listed)]
         lost = [path for path in named if path not in modules]
         if lost:
-            problems.append(f"it has no modules {few(lost)}")
+            problems.append(f"it has no modules {_with_similar(lost, modules)}")
+        stored = [name for stage in self.stages if stage.sharding for name, _ in stage.sharding.parameters]
+        absent = [name for name in dict.fromkeys(stored) if "." in name and name.rpartition(".")[0] not in modules]
+        if absent and not lost:
+            there = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+            problems.append(f"it has no parameters {_with_similar(absent, there)}")
         if not problems:
             return
         known = set(named) - {""}
@@ -264,7 +269,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
             PlanError: with the file's name, if it cannot be read or holds no valid plan.
         """
         try:
-            plan = cls.from_json(Path(path).read_text())
+            plan = cls.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(f"{path}: it cannot be read: {error.strerror or error}") from error
         except (UnicodeDecodeError, PlanError) as error:
@@ -281,6 +286,12 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
 
     def __str__(self) -> str:
         return shown(self)
+
+
+def _with_similar(names: Sequence[str], known: Iterable[str]) -> str:
+    """The names, with what the first one may stand for."""
+    meant = similar(names[0], known)
+    return f"{few(names)} ({meant})" if meant else few(names)
 
 
 def with_notes(plan: Plan, notes: Sequence[str]) -> Plan:

@@ -56,3 +56,6 @@ class PlanReport:
             command=command,
         )
         return found
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()

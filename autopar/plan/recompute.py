@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+
+from autopar.errors import PlanError
 
 
 class Recompute(enum.IntEnum):
@@ -70,3 +73,17 @@ def recompute_flags(name: str) -> dict[str, bool]:
         "layerwise": mode.by_layer,
         "keeps_products": mode == Recompute.OPERATORS,
     }
+
+
+def recompute_by_stage(wanted: str | Mapping[int, str], n_stages: int) -> dict[int, str]:
+    """What users call the mode of each stage that they name; a text is for all stages. Raises PlanError."""
+    if not isinstance(wanted, (str, Mapping)):
+        raise PlanError(f"recompute must be one of {', '.join(RECOMPUTE)}, or by stage {{0: 'full'}}, got {wanted!r}")
+    names = dict.fromkeys(range(n_stages), wanted) if isinstance(wanted, str) else dict(wanted)
+    unknown = [number for number in names if type(number) is not int or number not in range(n_stages)]
+    if unknown:
+        raise PlanError(f"recompute names {', '.join(map(repr, unknown))}, but there are stages 0..{n_stages - 1}")
+    for name in names.values():
+        if not isinstance(name, str) or name not in RECOMPUTE:
+            raise PlanError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {name!r}")
+    return names

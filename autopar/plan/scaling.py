@@ -46,6 +46,9 @@ def _scaled_stage(stage: Stage, factor: float) -> Stage:
         weight_time=_times(stage.weight_time, factor),
         sync_time=_times(stage.sync_time, factor),
         optimizer_time=_times(stage.optimizer_time, factor),
+        hidden_time=_times(stage.hidden_time, factor),
+        recompute_time=_times(stage.recompute_time, factor),
+        accumulation_time=_times(stage.accumulation_time, factor),
     )
 
 

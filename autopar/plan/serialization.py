@@ -1,7 +1,7 @@
 """A plan as a JSON file to be read and edited by hand.
 
     {
-     "autopar_plan": "4.0",
+     "autopar_plan": "5.0",
      "checksum": "5f0c...",
      "n_microbatches": 8,
      "schedule": "1f1b",
@@ -17,12 +17,13 @@ To move a layer, edit the ranges of layers: `layers.0-8` and `layers.9-15`. To m
 module, `layers.8.attention.q: linear#0`, or say where the stage ends, `layers.8 before mlp/mul#0` (and `layers.8 from
 mlp/mul#0` in the next stage). Layers that are equal share an entry under "layers" (`file_format/folding.py`).
 
-"every_stage" has fields of all stages. Other keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`,
-`StageSharding` and what these hold. The checksum tells a plan that was edited, whose predictions no longer belong to
-it; editors need not update it.
+"every_stage" has fields of all stages that do not have them themselves. Other keys are the names of the fields of
+`Plan`, `Stage`, `StageTransfer`, `StageSharding` and what these hold. The checksum tells a plan that was edited, whose
+predictions no longer belong to it; editors need not update it.
 
 The version is "format.addition". An addition only has fields that older readers can leave out: they say so in a note.
-Another format is refused. Format 3, which says the same at more length, and format 2, without layers, can be read.
+Another format is refused. Formats 4 and 3, which say the same at more length, and format 2, without layers, can be
+read.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from autopar.plan.file_format.fields import plain, read_fields
 from autopar.plan.file_format.json_text import json_text
 from autopar.plan.file_format.layered import flattened, layered
 
-FORMAT, ADDITION = 4, 0
-_LONGER = 3  # a format that is read as the present one
+FORMAT, ADDITION = 5, 0
+_LONGER = (4, 3)  # formats that are read as the present one
 _FLAT = 2  # the format without layers
 _CHECKSUM_DIGITS = 16
 _MOST_DIGITS = 30  # of a whole number: longer ones are no quantity, and too large for a float
@@ -85,15 +87,9 @@ class Reading:
 
 def read(text: str, kind: Any) -> Reading:
     """The dataclass `kind` that `write` wrote. Raises ValueError for text that is not JSON, or of another version."""
-    problems: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = Counter(name for name, _ in pairs)
-        problems.extend(f"'{name}' appears twice" for name, count in counts.items() if count > 1)
-        return dict(pairs)
-
     try:
-        data = json.loads(text, object_pairs_hook=unique, parse_int=_parsed_int)
+        data = json.loads(text, object_pairs_hook=_Object, parse_int=_parsed_int)
+        problems = list(_twice(data, ""))
     except RecursionError:
         raise ValueError("lists in lists too deep to read") from None
     version, addition = _version(data.pop("autopar_plan", None) if isinstance(data, dict) else None)
@@ -106,12 +102,29 @@ def read(text: str, kind: Any) -> Reading:
     return Reading(values, recorded, problems, [problem.removesuffix(" is unknown") for problem in unknown])
 
 
+class _Object(dict[str, Any]):
+    """A JSON object that knows which names appear in it twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+
+
+def _twice(data: Any, where: str) -> Iterator[str]:
+    """Names that an object has twice, with their places."""
+    if isinstance(data, _Object):
+        yield from (f"{where}{'.' if where else ''}{name} appears twice" for name in data.twice)
+    if isinstance(data, (dict, list)):
+        for name, part in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _twice(part, f"{where}[{name}]" if isinstance(data, list) else f"{where}.{name}".lstrip("."))
+
+
 def _version(found: Any) -> tuple[int, int]:
     """(format, addition). Raises ValueError for those that cannot be read."""
     if found == _FLAT and type(found) is int:
         return _FLAT, 0
     match = _VERSION.fullmatch(found) if isinstance(found, str) else None
-    if match is not None and int(match[1]) in (FORMAT, _LONGER):
+    if match is not None and int(match[1]) in (FORMAT, *_LONGER):
         return FORMAT, int(match[2])
     later = " a later autopar wrote this file;" if match is not None and int(match[1]) > FORMAT else ""
     raise ValueError(

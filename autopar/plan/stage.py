@@ -33,6 +33,10 @@ class Stage:
     gradient_bytes: int | None = None  # of all its parameters
     optimizer_bytes: int | None = None  # of the optimizer's state
     transient_bytes: int | None = None  # while an action runs
+    step_bytes: int | None = None  # while the optimizer steps; None: none, or not known apart
+    # s of the backward (its weight part) that the first micro-batch of a replica lacks: adding gradients of parameters
+    # to those of earlier micro-batches. None: not known apart.
+    accumulation_time: float | None = None
     # Bytes on the device that has least, for all its stages. At hand it is what was free when the plan was priced: that
     # changes from moment to moment, makes no other plan, and is not saved.
     usable_memory: int | None = field(default=None, compare=False)

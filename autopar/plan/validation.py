@@ -31,6 +31,18 @@ def violations(plan: Any) -> list[str]:
     return [*itertools.chain(*checked), *wrong_assumptions(plan.assumed)]
 
 
+def wrong_types(plan: Any) -> list[str]:
+    """Fields of a Plan that scripts fill and that have a wrong type; the checks of `violations` assume right ones."""
+    found = []
+    if type(plan.n_microbatches) is not int:
+        found.append(f"n_microbatches must be a whole number, got {plan.n_microbatches!r}")
+    if not isinstance(plan.schedule, str):
+        found.append(f"schedule must be one of {', '.join(SCHEDULES)}, got {plan.schedule!r}")
+    if not isinstance(plan.stages, tuple):
+        found.append(f"stages must be a tuple of Stage, got {plan.stages!r}")
+    return found
+
+
 def rounds(groups: list[tuple[str, ...]]) -> int | None:
     """p, if the stages take p different groups of devices in turn (0 1 .. p-1 0 1 ..); otherwise None."""
     p = len(dict.fromkeys(groups))

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import least_seconds, model_flops, tokens_of
 from autopar.options import PlanOptions
 from autopar.plan.diff import PlanDiff
-from autopar.plan.display import drawn, reported, shown
+from autopar.plan.display import drawn
 from autopar.plan.plan import Plan
+from autopar.plan.results import Result
 from autopar.planner.communication import exposed_communication
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from cost_models import Cluster
 from cost_models.memory.training_memory import usable_memory
-
-if TYPE_CHECKING:
-    from autopar.report.document import Report
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class PlannedRow:
 
 
 @dataclass(frozen=True)
-class ClusterComparison:
+class ClusterComparison(Result):
     """Predicted steps on the same batch under several plans; `print(comparison)` shows a table."""
 
     rows: tuple[PlannedRow, ...]
@@ -87,7 +85,7 @@ class ClusterComparison:
         for row in self.rows:
             if row.name == name:
                 return row
-        raise KeyError(name)
+        raise KeyError(f"there is no plan {name!r}; known are {', '.join(row.name for row in self.rows)}")
 
     @property
     def fastest(self) -> PlannedRow:
@@ -98,17 +96,9 @@ class ClusterComparison:
         """What the fastest plan does otherwise than `name`."""
         return self[name].plan.diff(self.fastest.plan)
 
-    def __str__(self) -> str:
-        return shown(self)
-
     def figure(self, path: str | Path) -> None:
         """Draw all rows into a file (.png, .svg, .pdf). Raises AutoparError without matplotlib."""
         drawn(self, Path(path))
-
-    def report(self) -> Report:
-        """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""
-        made: Report = reported(self)
-        return made
 
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""
@@ -118,9 +108,15 @@ class ClusterComparison:
             "batch_size": self.batch_size,
             "flops": self.flops,
             "training": self.training,
-            "rows": [_as_json(row) for row in self.rows],
+            "fastest": self.fastest.name,
+            "rows": [_as_json(row) | {"fastest_does_otherwise": self._otherwise(row.name)} for row in self.rows],
         }
         return json.dumps(data, indent=1)
+
+    def _otherwise(self, name: str) -> list[dict[str, Any]]:
+        difference = self.difference(name)
+        modes = [asdict(mode) | {"name": "recompute"} for mode in difference.modes]
+        return [*map(asdict, difference.degrees), *modes]
 
 
 def compare_ahead(

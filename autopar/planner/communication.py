@@ -32,10 +32,16 @@ def hidden_communication(plan: Plan) -> tuple[float, ...]:
     )
 
 
+def exposed_each(stage: Stage) -> float:
+    """Seconds of a micro-batch, forward and backward, in which the devices of a stage do nothing but collectives."""
+    if stage.sharding is None:
+        return 0.0
+    each = stage.sharding.collective_time or 0.0
+    if stage.recompute or stage.layerwise:
+        each += sum(one.seconds for one in stage.sharding.exchanges if not (one.backward or one.once))
+    return max(0.0, each - (stage.hidden_time or 0.0))
+
+
 def _exposed(plan: Plan, stage: Stage) -> float:
     """For every micro-batch and once a step."""
-    each = (stage.sharding.collective_time or 0.0) if stage.sharding is not None else 0.0
-    if (stage.recompute or stage.layerwise) and stage.sharding is not None:
-        each += sum(one.seconds for one in stage.sharding.exchanges if not (one.backward or one.once))
-    each = max(0.0, each - (stage.hidden_time or 0.0))
-    return rounds(plan, stage) * each + (stage.sync_time or 0.0)
+    return rounds(plan, stage) * exposed_each(stage) + (stage.sync_time or 0.0)

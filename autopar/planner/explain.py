@@ -5,24 +5,28 @@ All numbers are simulated steps: the value of a change is the step with it again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from autopar.plan.display import explained, shown
 from autopar.plan.plan import Plan
-from autopar.plan.stage import Stage
-from autopar.plan.validation import replicas
+from autopar.planner.communication import exposed_communication
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.other_speeds import at_other_speed
 from autopar.planner.predicted_step import PredictedStep, step_of_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.timeline import Timeline
 
-# `helps` shows the step with the bottleneck's devices this much faster, and with links this much faster.
+# `helps` shows the step with the bottleneck's devices, and with links and collectives, this much faster.
 _FASTER = 1.1
 _MORE_LINK = 2.0
+PER_HALF = ", per half of it"  # ends the change whose step is that of half of its batch
+
+TUNED = "tuned over"  # begins the note of a plan that measured steps chose
+_NO_REASONS = ("estimated from", "predictions scaled", "by hand:")  # notes that do not say why a device is idle
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,9 @@ class Bottleneck:
     stage: int
     devices: tuple[str, ...]
     busy: float  # share of the step in which its busiest device computes
-    bound: str  # compute, link, memory or bubble: the largest part of the step
-    shares: tuple[tuple[str, float], ...]  # the step's parts: compute, link and bubble, adding up to 1
+    bound: str  # compute, collectives, link, memory or bubble: the largest part of the step
+    # The step's parts, adding up to 1: compute, collectives (where there are some), link and bubble.
+    shares: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def own_explanation(plan: Plan, step: PredictedStep | None = None) -> Explanatio
     bottleneck = _bottleneck(plan, step.timeline(), step.timeline(link_speed=float("inf")))
     rivals = tuple(Change(rival.description, rival.step_time) for rival in plan.runners_up)
     helps = _helps(plan, bottleneck, step, larger)
-    idle = tuple((name, "; ".join(plan.notes) or "the plan does not use it") for name in _idle(plan))
+    idle = tuple((name, _why_unused(plan)) for name in _idle(plan))
     return Explanation(plan, bottleneck, rivals, (), helps, idle, partial=True)
 
 
@@ -110,14 +115,17 @@ def explanation(
         memory = [change for change in (*limits, *helps) if "memory" in change.what]
         if bottleneck is not None and any(change.gain(plan) > 0.01 for change in memory):
             bottleneck = replace(bottleneck, bound="memory")
-        idle = tuple((name, _why_idle(searching, chosen, candidates, now)) for name in _idle(plan))
+        tuned = any(note.startswith(TUNED) for note in plan.notes)
+        why = _why_unused(plan) if tuned else _why_idle(searching, chosen, candidates, now)
+        idle = tuple((name, why) for name in _idle(plan))
         return replace(known, bottleneck=bottleneck, limits=limits, helps=tuple(helps), idle=idle, partial=False)
 
     return explain
 
 
 def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
-    """The slowest stage of the busiest slot, and the step divided into its work, waiting for links, and idle time."""
+    """The slowest stage of the busiest slot, and the step divided into its work, its collectives, waiting for links and
+    idle time."""
     slot = max(range(len(timeline.busy)), key=lambda s: timeline.busy[s])
     times = {stage: _stage_seconds(plan, stage) for stage in timeline.schedule.stages_of(slot)}
     stage = max(times, key=lambda s: times[s])
@@ -125,7 +133,9 @@ def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
     busy = timeline.busy[slot] / step
     link = max(0.0, 1 - free.step_time / step)
     link = min(link, 1 - busy) if busy < 1 else 0.0
-    shares = (("compute", busy), ("link", link), ("bubble", max(0.0, 1 - busy - link)))
+    exchanging = min(busy, exposed_communication(plan)[stage % plan.ranks] / step)
+    collectives = (("collectives", exchanging),) if exchanging else ()
+    shares = (("compute", busy - exchanging), *collectives, ("link", link), ("bubble", max(0.0, 1 - busy - link)))
     bound = max(shares, key=lambda share: share[1])[0]
     return Bottleneck(stage, plan.stages[stage].devices, busy, bound, shares)
 
@@ -138,21 +148,25 @@ def _stage_seconds(plan: Plan, stage: int) -> float:
 
 def _helps(plan: Plan, bottleneck: Bottleneck, step: PredictedStep, larger: PredictedStep) -> tuple[Change, ...]:
     one = plan.stages[bottleneck.stage]
-    stages = tuple(_quicker(other) if other.devices == one.devices else other for other in plan.stages)
-    compute = step_of_plan(replace(plan, stages=stages), barrier=step.barrier)
-    assert compute is not None, "the plan's own stages have times"
-    changes = [Change(f"{replicas(one.devices)} {_FASTER - 1:.0%} faster", compute.timeline().step_time)]
+
+    def other_step(devices: Container[tuple[str, ...]], **factors: float) -> float:
+        stages = (at_other_speed(s, **factors) if s.devices in devices else s for s in plan.stages)
+        found = step_of_plan(replace(plan, stages=tuple(stages)), barrier=step.barrier)
+        assert found is not None, "the plan's own stages have times"
+        return found.timeline().step_time
+
+    faster = other_step((one.devices,), computing=1 / _FASTER)
+    which = "all devices" if plan.ranks == 1 else f"the devices of stage {bottleneck.stage}"
+    which = one.devices[0] if len(one.devices) == 1 else which
+    changes = [Change(f"computing {_FASTER - 1:.0%} faster on {which}", faster)]
+    if any(exposed_communication(plan)):
+        everywhere = {stage.devices for stage in plan.stages}
+        changes.append(Change("collectives twice as fast", other_step(everywhere, collectives=1 / _MORE_LINK)))
     if plan.transfers:
         changes.append(Change("links twice as fast", step.timeline(link_speed=_MORE_LINK).step_time))
     if len(plan.used_devices) > 1:
-        changes.append(Change("a batch twice as large, per half of it", larger.timeline().step_time / 2))
+        changes.append(Change(f"a batch twice as large{PER_HALF}", larger.timeline().step_time / 2))
     return tuple(changes)
-
-
-def _quicker(stage: Stage) -> Stage:
-    weight = None if stage.weight_time is None else stage.weight_time / _FASTER
-    forward, backward = (stage.forward_time or 0.0) / _FASTER, (stage.backward_time or 0.0) / _FASTER
-    return replace(stage, forward_time=forward, backward_time=backward, weight_time=weight)
 
 
 def _limits(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:
@@ -194,6 +208,13 @@ def _step(plan: Plan) -> float:
 
 def _idle(plan: Plan) -> list[str]:
     return [name for name in plan.devices if name not in plan.used_devices]
+
+
+def _why_unused(plan: Plan) -> str:
+    """Why a plan uses no more devices, from its notes: measured steps of a tuned plan decide, whatever the search."""
+    tuned = [note for note in plan.notes if note.startswith(TUNED)]
+    reasons = tuned or [note for note in plan.notes if not note.startswith(_NO_REASONS)]
+    return "; ".join(reasons) or "the plan does not use it"
 
 
 def why_no_more(searching: Searching, chosen: Candidate) -> str:

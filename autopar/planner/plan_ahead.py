@@ -18,7 +18,7 @@ from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, ch
 from autopar.planner.inter_op.meshes import subject_of
 from autopar.planner.joint_search import plan_jointly
 from autopar.planner.predict import predict_plan
-from autopar.planner.price_sharded import at_zero, predict_sharded
+from autopar.planner.price_sharded import predict_sharded
 from autopar.planner.search_options import (
     OTHER,
     SearchOptions,
@@ -75,15 +75,6 @@ def priced_ahead(
     return replace(
         priced, notes=notes, model=fingerprint(example.model), assumed=assumed, work=step_work(example, cluster)
     )
-
-
-def at_zero_ahead(plan: Plan, zero: int, example: Example, cluster: Cluster, options: PlanOptions) -> Plan:
-    """The user's `plan` with states cut over replicas as a stage of ZeRO says, and without predictions."""
-    options = as_assumed(plan, options)
-    recipe = recipe_of(example, options)
-    example, _ = search_options(example, options, len(cluster.devices))
-    costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches)
-    return at_zero(plan, zero, example, costs, subject_of(example, options.optimizer_name))
 
 
 def _with_prices(

@@ -18,7 +18,8 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.python_overhead import NOT_MEASURED
 from autopar.costs.shared_hardware import SHARED_GPU, shared_gpu_notes
-from autopar.plan.plan import DROPPED, Plan
+from autopar.plan.assignment import unknown_operators
+from autopar.plan.plan import DROPPED, Plan, with_notes
 from autopar.plan.recompute import Recompute
 from autopar.plan.scaling import notes_without_scale
 from autopar.plan.stage import Stage, StageTransfer
@@ -108,10 +109,15 @@ def predict_plan(plan: Plan, example: Example, costs: CostGraph, conditions: Con
 
 
 def completed(plan: Plan, example: Example, costs: CostGraph) -> Plan:
-    """`plan` on the devices of `costs`, with all operators of the example's call. Raises PlanError."""
+    """`plan` on the devices of `costs`, with all operators of the example's call, and a note about operators that the
+    call does not run. Raises PlanError."""
     plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
     if example.batching.obstacle:
         plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
+    if example.program.training == plan.training:
+        plan = with_notes(plan, unknown_operators([stage.operators for stage in plan.stages], example.program))
+        shardings = [stage.sharding for stage in plan.stages]
+        unknown_operators([[key for key, _ in one.strategies] if one else [] for one in shardings], example.program)
     return plan.listing(example.program, example.batching.storages)
 
 
@@ -186,10 +192,12 @@ def _plan_stages(
                 peak_memory=max((peaks[slot] for slot in timeline.schedule.slots_of(number)), default=0),
                 sync_time=predicted.once,
                 optimizer_time=predicted.optimizer or None,
+                accumulation_time=predicted.accumulation or None,
                 hidden_time=each.hidden(inside) or None,
                 gradient_bytes=memory.gradients,
                 optimizer_bytes=memory.optimizer,
                 transient_bytes=memory.transient,
+                step_bytes=memory.step or None,
                 usable_memory=int(min(group.memory for group in arrangement.groups[number])),
             )
         )
@@ -225,7 +233,8 @@ def _single_device_time(costs: CostGraph, atoms: Atoms, optimizer: str) -> float
     whole = times.stage(range(len(atoms.nodes)))
     rates = optimizer_rates(costs, costs.devices[0].kind, optimizer)
     shares = [one.share for one in stepped(costs, atoms, optimizer)]
-    return whole.forward + whole.backward + (0.0 if rates is None else rates.seconds(sum_of(shares)))
+    passes = whole.forward + whole.backward - times.not_accumulated(range(len(atoms.nodes)), whole, split=False)
+    return passes + (0.0 if rates is None else rates.seconds(sum_of(shares)))
 
 
 def _with_sharded(priced: Plan, own: Plan) -> Plan:

@@ -43,6 +43,8 @@ class PredictedStage:
     optimizer: float = 0.0  # s once a step, after that: the optimizer's step
     memory: StageMemory | None = None
     again: tuple[float, ...] = ()  # s of each micro-batch: what recomputing attention or layers adds to the backward
+    # s of `backward` and `weight` that the first micro-batch of a replica lacks: it adds its gradients to none.
+    accumulation: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,12 @@ class PredictedStep:
         again = stage.again or (0.0,) * len(stage.forward)
         if stage.recompute == Recompute.STAGE:
             again = stage.forward
-        backward = [b + f for b, f in zip(stage.backward, again, strict=True)]
-        weight = stage.weight if stage.sends_gradient else backward
+        first = self.replicas[number % len(self.replicas)]  # micro-batches from 0 on, one on each replica
+        lacks = [stage.accumulation if i < first else 0.0 for i in range(len(stage.backward))]
+        backward = [max(0.0, b - n) + f for b, f, n in zip(stage.backward, again, lacks, strict=True)]
+        weight = backward
+        if stage.sends_gradient:
+            weight = [max(0.0, w - n) for w, n in zip(stage.weight, lacks, strict=True)]
         return StageTimes(
             tuple(f + overhead + handling for f in stage.forward),
             tuple(b + overhead * (2 if split else 1) + handling for b in backward),
@@ -149,6 +155,7 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool | None = No
                 stage.optimizer_time or 0.0,
                 memory=_memory(stage, [size / sizes[0] for size in sizes] * batch_factor),
                 again=tuple((stage.recompute_time or 0.0) * s for s in share),
+                accumulation=stage.accumulation_time or 0.0,
             )
         )
     transfers = []
@@ -195,10 +202,10 @@ def _memory(stage: Stage, shares: Sequence[float]) -> StageMemory | None:
 
     `shares`: of each micro-batch, in the activations of the largest one.
     """
-    resident = (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+    parameters, gradients, states = stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes
     if stage.activation_bytes is None or stage.transient_bytes is None:
         return None
-    if resident[0] is None or resident[1] is None or resident[2] is None:
+    if parameters is None or gradients is None or states is None:
         return None
     activations = tuple(int(stage.activation_bytes * share) for share in shares)
-    return StageMemory(resident[0], resident[1], resident[2], activations, stage.transient_bytes)
+    return StageMemory(parameters, gradients, states, activations, stage.transient_bytes, stage.step_bytes or 0)

@@ -77,17 +77,19 @@ def widest_mesh(plans: Iterable[Plan | None]) -> int:
 def at_zero(plan: Plan, zero: int, example: Example, costs: CostGraph, subject: Subject) -> Plan:
     """`plan` with parameters, gradients and states as a stage of ZeRO says, and without predictions.
 
-    Raises PlanError for a stage that has no replicas along an axis of a mesh.
+    Stages without replicas stay as they are. Raises PlanError where no stage has replicas along an axis of a mesh.
     """
     plan = completed(plan, example, costs).without_predictions(f"ZeRO is {zero} now")
-    lacking = [str(number) for number, stage in enumerate(plan.stages) if not _replica_axes(stage)]
-    if lacking:
+    if not any(_replica_axes(stage) for stage in plan.stages):
         raise PlanError(
-            f"zero={zero} cuts states over replicas along an axis of a mesh, which stage {', '.join(lacking)} does not "
-            f"have; make the plan with Plan.by_hand(..., data=..., zero={zero})"
+            f"zero={zero} cuts states over replicas, and no stage has any; make the plan with Plan.by_hand(..., "
+            f"data=..., zero={zero})"
         )
     pricing = _Pricing(plan, costs, subject, scatters=zero == 2)
-    stages = tuple(replace(stage, sharding=pricing.at_zero(stage, zero)) for stage in plan.stages)
+    stages = tuple(
+        replace(stage, sharding=pricing.at_zero(stage, zero)) if _replica_axes(stage) else stage
+        for stage in plan.stages
+    )
     return replace(plan, stages=stages)
 
 

@@ -15,7 +15,7 @@ from autopar.plan.recompute import Recompute
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atom_times import AtomTimes, atom_times, seconds_once
 from autopar.planner.inter_op.atoms import Atoms
-from autopar.planner.inter_op.optimizer_seconds import optimizer_seconds
+from autopar.planner.inter_op.optimizer_seconds import stage_steps
 from autopar.planner.predicted_step import PredictedStage, PredictedStep
 from autopar.planner.stage_contents import Traffic, stage_contents, stage_traffic, tied_gradients
 from autopar.schedule.clock import Transfer
@@ -39,17 +39,19 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     stages = []
     contents = stage_contents(atoms, arrangement, conditions.optimizer, costs.training)
     tied = tied_seconds(costs, atoms, arrangement)
-    stepping = optimizer_seconds(costs, atoms, arrangement, conditions.optimizer)
+    stepping = stage_steps(costs, atoms, arrangement, conditions.optimizer)
     for number, content in enumerate(contents):
         inside, recompute = list(arrangement.stages[number]), Recompute(arrangement.recompute[number])
         mine = {size: times[names[number], size].running(recompute) for size in dict.fromkeys(sizes)}
         passes = {size: t.stage(inside, split=split) for size, t in mine.items()}
         forward, backward, weight = zip(*(passes[size] for size in sizes), strict=True)
         again: tuple[float, ...] = ()
+        longer = passes
         if recompute == Recompute.SELECTIVE or recompute.by_layer:
             longer = {size: t.stage(inside, split=split, recompute=recompute) for size, t in mine.items()}
             weight = tuple(longer[size].weight for size in sizes)
             again = tuple(longer[size].backward - passes[size].backward for size in sizes)
+        memory = content.memory(atoms.of(names[number]), inside, recompute, shares)
         stages.append(
             PredictedStage(
                 forward,
@@ -59,10 +61,11 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
                 tied[number]
                 + content.once
                 + collectives_once(costs, content.gradients, arrangement, number, tuple(mine.values())),
-                optimizer=stepping[number],
+                optimizer=stepping[number].seconds,
                 sends_gradient=content.received_gradient > 0,
-                memory=content.memory(atoms.of(names[number]), inside, recompute, shares),
+                memory=replace(memory, step=stepping[number].held),
                 again=again,
+                accumulation=min(t.not_accumulated(inside, longer[s], split=split) for s, t in mine.items()),
             )
         )
     one_worker = _one_worker(costs, atoms, arrangement)

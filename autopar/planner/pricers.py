@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
+from autopar.plan.degrees import ZERO
 from autopar.plan.display import priced_like
+from autopar.plan.exits.plan_degrees import zero_of
 from autopar.plan.plan import Plan
 from autopar.planner.kept_with_plans import KeptWithPlans
 
@@ -37,17 +39,20 @@ def pricer_of(plan: Plan) -> Pricer | None:
 @priced_like.register
 def _(before: Plan, after: Plan, *, zero: int | None = None) -> Plan:
     pricer = _pricers.of(before)
-    if zero is not None:
-        if zero not in (0, 1, 2, 3):
-            raise PlanError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
+    if zero is not None and (type(zero) is not int or zero not in ZERO):
+        raise PlanError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
+    if zero is not None and not (zero == 0 and _cuts_nothing(after)):
         if pricer is None or pricer.at_zero is None:
             raise PlanError(
-                "zero can be changed in a plan that this process planned or priced for a cluster, because the sizes of "
-                "the parameters decide how they are cut: Plan.load(path, model, cluster, ...), or autopar.plan(model, "
-                "cluster, plan=plan, ...). For devices at hand, make the plan again: Plan.by_hand(model, devices, "
-                f"zero={zero}, ...)"
+                "zero can be changed in a plan that this process planned or priced, because the sizes of the "
+                "parameters decide how they are cut: Plan.load(path, model, devices, ...), or autopar.plan(model, "
+                "devices, plan=plan, ...)"
             )
         after = pricer.at_zero(after, zero)
-    elif after is before:
+    if after is before:
         return before
     return after if pricer is None else with_pricer(pricer.price(after), pricer)
+
+
+def _cuts_nothing(plan: Plan) -> bool:
+    return all(stage.sharding is None or zero_of(stage.sharding) == 0 for stage in plan.stages)

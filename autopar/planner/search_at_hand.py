@@ -72,8 +72,6 @@ def shards_at_hand(
     if m is not None and costs.batch_size % m:
         uneven = f"{m} micro-batches do not divide the batch of {costs.batch_size} samples evenly, which meshes need"
         return AtHand(costs, None, (f"no stage has a mesh: {uneven}",))
-    if costs.ranks is not None and costs.ranks.notes:
-        return AtHand(costs, None)  # the costs' notes say why
     costs = with_shards(costs, max_shards, cache=cache, progress=progress, ranks=ranks)
     meshes = Meshes(costs, subject_of(example, options.optimizer), options.memory_limit)
     return AtHand(costs, MeshChoices(meshes, max_shards, progress))

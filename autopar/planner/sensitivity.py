@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.plan.plan import Plan
-from autopar.plan.stage import Stage
+from autopar.planner.communication import exposed_communication
 from autopar.planner.explain import Change
+from autopar.planner.other_speeds import at_other_speed
 from autopar.planner.predicted_step import PredictedStep, step_of_plan
 
 _LINKS = ((0.5, "links between stages half as fast"), (2.0, "links between stages twice as fast"))
 _COMPUTING = ((1.1, "computing 10% slower"), (1 / 1.1, "computing 10% faster"))
+_COLLECTIVES = ((2.0, "collectives half as fast"), (0.5, "collectives twice as fast"))
 _MOST_ACTIONS = 20_000  # micro-batches x stages of a larger batch: more take seconds to simulate
 
 
 def sensitivity(plan: Plan, step: PredictedStep | None = None) -> tuple[Change, ...]:
-    """The step with slower and faster links and devices, and with larger batches; () for a plan without predictions.
+    """The step with slower and faster links, devices and collectives, and with larger batches; () without predictions.
 
     A batch of n times the samples has n times the micro-batches; its step counts per n-th of it, so that all steps are
     for equally many samples. `step`: that of the plan, where it is known.
@@ -26,10 +28,12 @@ def sensitivity(plan: Plan, step: PredictedStep | None = None) -> tuple[Change, 
     found = []
     if plan.transfers:
         found += [Change(what, step.timeline(link_speed=speed).step_time) for speed, what in _LINKS]
-    for factor, what in _COMPUTING:
-        other = step_of_plan(
-            replace(plan, stages=tuple(_slower(stage, factor) for stage in plan.stages)), barrier=step.barrier
-        )
+    changes = [({"computing": factor}, what) for factor, what in _COMPUTING]
+    if any(exposed_communication(plan)):
+        changes += [({"collectives": factor}, what) for factor, what in _COLLECTIVES]
+    for factors, what in changes:
+        stages = tuple(at_other_speed(stage, **factors) for stage in plan.stages)
+        other = step_of_plan(replace(plan, stages=stages), barrier=step.barrier)
         found += [Change(what, other.timeline().step_time)] if other is not None else []
     for times in (2, 4) if plan.n_microbatches > 1 else ():
         if times * plan.n_microbatches * len(plan.stages) > _MOST_ACTIONS:
@@ -38,10 +42,3 @@ def sensitivity(plan: Plan, step: PredictedStep | None = None) -> tuple[Change, 
         what = f"a batch {times} times as large, in {times} times the micro-batches"
         found += [Change(what, larger.timeline().step_time / times)] if larger is not None else []
     return tuple(found)
-
-
-def _slower(stage: Stage, factor: float) -> Stage:
-    """The stage with passes that take `factor` times as long, collectives inside of a mesh among them."""
-    times = ("forward_time", "backward_time", "weight_time", "recompute_time")
-    changed = {name: value * factor for name in times if (value := getattr(stage, name)) is not None}
-    return replace(stage, **changed)

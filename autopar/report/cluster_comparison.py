@@ -6,6 +6,8 @@ from autopar.plan.display import shown
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import DESCRIBED
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
+from autopar.report.diff import decisions_in_words
+from autopar.report.quantities import seconds_text, size_text
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from cost_models import bytes_text
 
@@ -35,7 +37,7 @@ def _comparison(comparison: ClusterComparison) -> str:
         done += [paragraph(f"{name} is priced for a step with {how}") for name, how in assumed.items()]
     fastest = comparison.fastest
     others = [
-        paragraph(f"{fastest.name} beside {row.name}: {gained(row, fastest)}")
+        paragraph(f"{fastest.name} against {row.name}: {gained(row, fastest)}.{otherwise(comparison, row)}")
         for row in comparison.rows
         if row is not fastest
     ]
@@ -76,6 +78,12 @@ def described(plan: Plan) -> str:
     return text
 
 
+def otherwise(comparison: ClusterComparison, row: PlannedRow) -> str:
+    """What the fastest plan decides otherwise than `row`, as a sentence after another one; "" for nothing."""
+    words = decisions_in_words(comparison.difference(row.name))
+    return f" It has {'; '.join(words)}." if words else ""
+
+
 def gained(row: PlannedRow, fastest: PlannedRow) -> str:
     """What the seconds of two plans differ in."""
     difference = row.seconds - fastest.seconds
@@ -85,12 +93,12 @@ def gained(row: PlannedRow, fastest: PlannedRow) -> str:
     }
     parts["computing"] = difference - sum(parts.values())
     texts = [
-        f"{name} {abs(seconds) * 1e3:.4g} ms {'less' if seconds > 0 else 'more'}"
+        f"{seconds_text(abs(seconds))} {'less' if seconds > 0 else 'more'} {name}"
         for name, seconds in sorted(parts.items(), key=lambda item: -item[1])
         if abs(seconds) > 0.005 * row.seconds
     ]
     memory = fastest.memory - row.memory
     if memory:
-        texts.append(f"{megabytes(abs(memory))} MB {'more' if memory > 0 else 'less'} at the peak")
+        texts.append(f"{size_text(abs(memory))} {'more' if memory > 0 else 'less'} at the peak of memory")
     share = row.seconds / fastest.seconds if fastest.seconds else 1.0
     return f"{share:.2f}x as fast: {', '.join(texts) or 'hardly any difference'}"

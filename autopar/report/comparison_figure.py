@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InputError
 from autopar.plan.display import drawn
 from autopar.planner.cluster_comparison import ClusterComparison
 from autopar.report.comparison import verdict_text
@@ -50,12 +50,21 @@ def _cluster_comparison(comparison: ClusterComparison, path: Path) -> None:
     _draw(lines, title, "predicted from data sheets", path, None)
 
 
-def _draw(lines: Sequence[_Line], title: str, note: str, path: Path, ceiling: float | None) -> None:
-    """Raises AutoparError without matplotlib."""
+def check_figure(path: Path) -> None:
+    """Raise InputError for a file that is no picture, and AutoparError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise AutoparError('the figure needs matplotlib: pip install "autopar[figure]"') from error
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise InputError(f"figure {path}: the name must end in .png, .svg or .pdf")
+
+
+def _draw(lines: Sequence[_Line], title: str, note: str, path: Path, ceiling: float | None) -> None:
+    check_figure(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 1.8 + 0.4 * len(lines)), layout="constrained")
     axes: Any = figure.add_subplot()
     for place, line in enumerate(lines):

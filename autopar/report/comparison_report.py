@@ -24,10 +24,11 @@ from autopar.report.document import (
     Section,
     Table,
 )
+from autopar.report.made_with import command_block, software
 from autopar.report.plan_report.verdict import verdict
 from autopar.report.quantities import (
     count,
-    digits,
+    flops_text,
     largest_text,
     no_data_sheet,
     percent,
@@ -44,7 +45,7 @@ _TIMES = ("measured", "predicted")
 
 
 @reported.register
-def cluster_comparison_report(comparison: ClusterComparison) -> Report:
+def cluster_comparison_report(comparison: ClusterComparison, command: str | None = None) -> Report:
     """Predicted steps of several plans, and what makes the difference."""
     step = "training step" if comparison.training else "forward pass"
     fastest = comparison.fastest
@@ -57,7 +58,7 @@ def cluster_comparison_report(comparison: ClusterComparison) -> Report:
     ]
     blocks: list[Block] = [Figures(tuple(figures)), _cluster_table(comparison), _cluster_bars(comparison)]
     if others:
-        blocks.append(Points(tuple(f"{fastest.name} beside {row.name}: {gained(row, fastest)}" for row in others)))
+        blocks.append(Points(tuple(f"{fastest.name} against {row.name}: {gained(row, fastest)}" for row in others)))
     assumed = {str(row.plan.assumed) for row in comparison.rows if row.plan.assumed is not None}
     if len(assumed) > 1:  # prices that do not compare plans alone
         texts = tuple(f"{row.name}: priced for a step with {row.plan.assumed}" for row in comparison.rows)
@@ -65,16 +66,27 @@ def cluster_comparison_report(comparison: ClusterComparison) -> Report:
     sections = [Section("Comparison", tuple(blocks)), _plans(comparison.rows)]
     if others:
         folds = tuple(
-            Fold(f"What {fastest.name} does otherwise than {row.name}", (_diff(comparison.difference(row.name)),))
+            Fold(f"How {fastest.name} differs from {row.name}", (_diff(comparison.difference(row.name)),))
             for row in others
         )
-        sections.append(Section("Differences", folds, ""))
+        sections.append(Section("Differences", folds, ()))
+    sources = "Estimated from data sheets: nothing has run on these devices."
+    sections.append(_environment(sources, command))
     return Report(
         f"{count(len(comparison.rows), 'plan')} for a {step} on {comparison.cluster}",
         _cluster_verdict(comparison),
         tuple(sections),
         ("estimated from data sheets",),
     )
+
+
+_AGAIN = "autopar.compare(model, devices, plans, example_args=...)"
+
+
+def _environment(numbers: str, command: str | None) -> Section:
+    """`numbers`: where they come from."""
+    made = Paragraph(f"This report was made with {software()}.")
+    return Section("Environment", (Paragraph(numbers), made, command_block(command, _AGAIN)))
 
 
 def _cluster_verdict(comparison: ClusterComparison) -> str:
@@ -127,8 +139,8 @@ def _cluster_bars(comparison: ClusterComparison) -> Bars:
 
 
 def _plans(rows: tuple[PlannedRow, ...]) -> Section:
-    points = tuple(f"{row.name}: {verdict(row.plan)} {described(row.plan)}" for row in rows)
-    return Section("Plans", (Points(points),))
+    cells = tuple((row.name, verdict(row.plan), described(row.plan)) for row in rows)
+    return Section("Plans", (Table("What the plans do", ("plan", "in short", "stages"), cells, words=3),))
 
 
 def _diff(difference: PlanDiff) -> Code:
@@ -136,14 +148,14 @@ def _diff(difference: PlanDiff) -> Code:
 
 
 @reported.register
-def comparison_report(comparison: Comparison) -> Report:
+def comparison_report(comparison: Comparison, command: str | None = None) -> Report:
     """Measured steps of several plans and of other systems, beside predictions and the ceiling of the machine."""
     step = "training step" if comparison.training else "forward pass"
     rounds = len(comparison.single.steps)
     fastest = min(comparison.rows, key=lambda row: row.measured)
     figures = [
         Figure("shortest median step of autopar", seconds_text(fastest.measured), fastest.name),
-        Figure("beside one device", f"{comparison.speed_up(fastest):.2f}x", comparison.single.name),
+        Figure("speed-up over one device", f"{comparison.speed_up(fastest):.2f}x", comparison.single.name),
         Figure("rounds", f"{rounds}", "everything took its turn in each"),
     ]
     figures += _utilisation(comparison, fastest)
@@ -160,7 +172,7 @@ def comparison_report(comparison: Comparison) -> Report:
     plans = tuple(f"{row.name}: {verdict(row.plan)}" for row in comparison.plans)
     sections = [Section("Comparison", tuple(blocks)), Section("Plans", (Points(plans),))]
     where = comparison.measured_on or ", ".join(comparison.devices)
-    sections.append(Section("Environment", (Paragraph(f"Measured on {where}."),)))
+    sections.append(_environment(f"Measured on {where}.", command))
     return Report(
         f"{count(len(comparison.rows) + len(measured), 'way', 'ways')} to run a {step} of "
         f"{count(comparison.batch_size, 'sample')} on {', '.join(comparison.devices)}",
@@ -175,7 +187,7 @@ def _utilisation(comparison: Comparison, fastest: Row) -> Iterator[Figure]:
     if work is None or work.flops is None:
         return
     share = comparison.utilisation(fastest)
-    rate = f"{digits(work.flops / fastest.measured / 1e12 / len(comparison.devices))} TFLOP/s a device"
+    rate = f"{flops_text(work.flops / fastest.measured / len(comparison.devices))} a device"
     why = "" if share is not None else f"{no_data_sheet(comparison.device_kinds)}; "
     yield Figure("its model FLOPs utilisation", "unknown" if share is None else percent(share), f"{why}{rate}")
 
@@ -227,23 +239,31 @@ def _systems_table(comparison: Comparison, measured: Sequence[SystemRow]) -> Tab
 
 
 def _measured_bars(comparison: Comparison) -> Bars:
-    """A bar for each median, and one for each prediction."""
-    systems = [row for row in (*comparison.systems, comparison.ceiling) if row is not None and row.measured is not None]
-    seconds = [row.measured for row in comparison.rows] + [row.predicted or 0.0 for row in comparison.rows]
-    longest = max([*seconds, *(row.measured or 0.0 for row in systems)]) or 1.0
-    bars = [bar for row in comparison.rows for bar in _pair(row, longest)]
-    bars += [
-        Bar(row.name, seconds_text(s), (Part(_TIMES[0], s / longest, seconds_text(s)),))
-        for row in systems
-        if (s := row.measured) is not None
-    ]
-    return Bars("Steps", "A bar for the median of measured steps, and one for the prediction.", _TIMES, tuple(bars))
+    """A bar with its interval for each median, one for each prediction, and a line at the ceiling."""
+    ceiling = None if comparison.ceiling is None else comparison.ceiling.measured
+    systems = [row for row in (*comparison.systems, comparison.ceiling) if row is not None and row.steps]
+    every: list[Row | SystemRow] = [*comparison.rows, *systems]
+    ends = [interval.high for row in every if (interval := row.interval) is not None]
+    longest = max([*ends, *(row.predicted or 0.0 for row in comparison.rows)]) or 1.0
+    limit = None if ceiling is None else ceiling / longest
+    bars = [bar for row in comparison.rows for bar in _pair(row, longest, limit)]
+    bars += [bar for row in systems for bar in _pair(row, longest, limit)]
+    description = "A bar for the median of measured steps, with its interval, and one for the prediction."
+    name = "" if ceiling is None else "ceiling: independent processes"
+    return Bars("Steps: medians with their intervals, and predictions", description, _TIMES, tuple(bars), name)
 
 
-def _pair(row: Row, longest: float) -> list[Bar]:
-    times = dict(zip(_TIMES, (row.measured, row.predicted), strict=True))
-    return [
-        Bar(f"{row.name}, {name}", seconds_text(s), (Part(name, s / longest, seconds_text(s)),))
-        for name, s in times.items()
-        if s is not None
+def _pair(row: Row | SystemRow, longest: float, limit: float | None) -> list[Bar]:
+    measured, interval = row.measured, row.interval
+    assert measured is not None
+    assert interval is not None
+    text = seconds_text(measured)
+    ends = interval.low / longest, interval.high / longest
+    name = f"{row.name}, measured" if isinstance(row, Row) else row.name
+    bars = [
+        Bar(name, f"{text} ({_interval_text(interval)})", (Part(_TIMES[0], measured / longest, text),), limit, ends)
     ]
+    if isinstance(row, Row) and row.predicted is not None:
+        text = seconds_text(row.predicted)
+        bars.append(Bar(f"{row.name}, predicted", text, (Part(_TIMES[1], row.predicted / longest, text),), limit))
+    return bars

@@ -88,6 +88,12 @@ def _listed(texts: Sequence[str]) -> str:
 
 # -- decisions --------------------------------------------------------------------------------------------------------
 
+
+def decisions_in_words(diff: PlanDiff) -> list[str]:
+    """What the second plan does otherwise, in the terms of a plan by hand: degrees, schedule, recomputation."""
+    return [*map(_in_words, diff.degrees), *_recomputed(diff)]
+
+
 _PLURALS = {"stages": ("stage", "stages"), "micro-batches": ("micro-batch", "micro-batches")}
 
 

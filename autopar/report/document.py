@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from autopar.plan.display import traced
 from autopar.plan.files import write_whole
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Bar:
     text: str  # the whole in words: "61.2 of 79.1 GB"
     parts: tuple[Part, ...]
     limit: float | None = None  # share of the width at which a limit is drawn
+    interval: tuple[float, float] | None = None  # shares of the width, between which the end of the bar may be
 
 
 @dataclass(frozen=True)
@@ -216,11 +218,15 @@ Block = Figures | Heading | Paragraph | Points | Table | Bars | Lanes | Curves |
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a heading. `text`: what terminals show in their place; "": nothing, not even the heading."""
+    """Blocks under a heading.
+
+    `text`: what terminals show in their place: texts, blocks, and values that print, such as a plan. (): nothing, not
+    even the heading. None: the blocks.
+    """
 
     title: str
     blocks: tuple[Block, ...]
-    text: str | None = None
+    text: tuple[Any, ...] | None = None
 
     @property
     def anchor(self) -> str:
@@ -236,10 +242,14 @@ class Report:
     verdict: str  # one sentence
     sections: tuple[Section, ...]
     verdict_notes: tuple[str, ...] = field(default=())  # short facts beside the verdict: "estimated from data sheets"
+    steps: tuple[Any, ...] = field(default=(), compare=False, repr=False)  # a plan and a profiled step, for `trace`
 
     def only(self, *titles: str) -> Report:
         """The report with these sections alone, in this order. Raises KeyError for a title that it does not have."""
         sections = {section.title: section for section in self.sections}
+        for title in titles:
+            if title not in sections:
+                raise KeyError(f"there is no section {title!r}; known are {', '.join(sections)}")
         return replace(self, sections=tuple(sections[title] for title in titles))
 
     def save(self, path: str | Path) -> Path:
@@ -250,6 +260,17 @@ class Report:
         write_whole(path, page(self))
         return path
 
+    def trace(self, path: str | Path, rank: int | None = None) -> None:
+        """Write the predicted step and the measured one as one Chrome trace, for Perfetto; compressed if the name ends
+        in .gz. Processes of a rank follow each other: predicted, measured.
+
+        `rank`: the events of one rank, as Holistic Trace Analysis reads them: measured ones if there are some.
+
+        Raises InputError for a report without a step (of a comparison or a profile of costs) and a rank that there is
+        not; OSError.
+        """
+        traced(self, Path(path), rank)
+
     def _repr_html_(self) -> str:
         from autopar.report.html.page import fragment
 
@@ -258,7 +279,7 @@ class Report:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from autopar.report.document_text import renderables
 
-        return renderables(self)
+        return iter(renderables(self, options.max_width))
 
     def __str__(self) -> str:
         from autopar.report.document_text import as_text

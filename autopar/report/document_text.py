@@ -1,15 +1,14 @@
-"""A report on a terminal: headings, tables and paragraphs, 80 columns wide."""
+"""A report on a terminal: headings, tables and paragraphs, 80 to 120 columns wide."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import singledispatch
 from io import StringIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from autopar.plan.display import printable
+from autopar.plan.display import printable, shown
 from autopar.report.document import (
     Bars,
     Block,
@@ -26,39 +25,45 @@ from autopar.report.document import (
     Table,
     Tree,
 )
-from autopar.report.tables import WIDTH, bullet, paragraph, table
+from autopar.report.tables import WIDTH, at_width, bullet, paragraph, table
 
 _MOST_ROWS = 24  # of a table
 _HEADING, _VERDICT = "bold", "bold green"
 
 
 def as_text(report: Report) -> str:
-    """Without colours; `rich.print(report)` has them."""
+    """Without colours, 80 columns wide; `rich.print(report)` has colours, and the width of the terminal."""
     out = StringIO()
     console = Console(file=out, width=WIDTH, color_system=None, force_terminal=False)
-    for part in renderables(report):
+    for part in renderables(report, WIDTH):
         console.print(part, soft_wrap=True)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
-def renderables(report: Report) -> Iterator[RenderableType]:
+def renderables(report: Report, columns: int) -> list[RenderableType]:
     """The parts of a report, one below the other."""
-    yield Text(paragraph(report.title), style=_HEADING)
-    yield Text(paragraph(report.verdict), style=_VERDICT)
-    if report.verdict_notes:
-        yield Text(paragraph(", ".join(report.verdict_notes)))
-    for section in report.sections:
-        if section.text == "":
-            continue
-        title = paragraph(section.title)
-        yield Text(f"\n{title}\n{'-' * len(title)}", style=_HEADING)
-        yield Text(_section(section))
+    with at_width(columns):
+        parts = [Text(paragraph(report.title), style=_HEADING), Text(paragraph(report.verdict), style=_VERDICT)]
+        if report.verdict_notes:
+            parts.append(Text(paragraph(", ".join(report.verdict_notes))))
+        for section in report.sections:
+            if section.text == ():
+                continue
+            title = paragraph(section.title)
+            parts.append(Text(f"\n{title}\n{'-' * len(title)}", style=_HEADING))
+            parts.append(Text(_section(section)))
+        return [*parts]
 
 
 def _section(section: Section) -> str:
-    if section.text is not None:
-        return section.text
-    return "\n\n".join(text for text in map(block_text, section.blocks) if text)
+    parts = section.blocks if section.text is None else section.text
+    return "\n\n".join(text for text in map(_part, parts) if text)
+
+
+def _part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    return block_text(part) if isinstance(part, Block) else shown(part)
 
 
 @singledispatch
@@ -93,16 +98,19 @@ def _table(block: Table) -> str:
     rows = [list(row) for row in block.rows[:_MOST_ROWS]]
     if len(block.rows) > len(rows):
         rows.append([f"... and {len(block.rows) - len(rows)} more", *[""] * (len(block.columns) - 1)])
-    return f"{paragraph(block.caption)}\n\n{table(block.columns, rows, words=block.words)}"
+    lines = table(block.columns, rows, words=block.words).splitlines()
+    if not any(block.columns):
+        lines = lines[2:]  # an empty head, and its rule
+    return "\n".join([paragraph(block.caption), "", *lines])
 
 
 @block_text.register
 def _bars(block: Bars) -> str:
-    rows = [
-        [bar.label, bar.text, ", ".join(f"{part.name} {part.text}" for part in bar.parts)]
-        for bar in block.bars[:_MOST_ROWS]
-    ]
-    return table([block.title, "", ""], rows, words=3)
+    shown = block.bars[:_MOST_ROWS]
+    if all(len(bar.parts) <= 1 for bar in shown):
+        return table([block.title, ""], [[bar.label, bar.text] for bar in shown], words=2)
+    lines = [f"{bar.label}: {bar.text} ({', '.join(f'{p.name} {p.text}' for p in bar.parts)})" for bar in shown]
+    return "\n".join([paragraph(block.title), "", *map(bullet, lines)])
 
 
 @block_text.register

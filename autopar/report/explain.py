@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+
 from autopar.plan.display import shown
 from autopar.plan.plan import Plan
 from autopar.plan.validation import replicas
-from autopar.planner.explain import Change, Explanation
-from autopar.report.quantities import seconds_text
+from autopar.planner.explain import Bottleneck, Change, Explanation
+from autopar.report.quantities import percent, seconds_text
 from autopar.report.tables import bullet, milliseconds, paragraph, table
 
 _BOUNDS = {
     "compute": "its own work: a faster device or a finer split of the model would help most",
+    "collectives": "collectives among its devices: a faster network between them, or fewer of them, would help most",
     "link": "waiting for what other stages send",
     "memory": "memory: with more of it the search would choose another plan",
     "bubble": "waiting for the pipeline to fill and drain",
 }
+_SPENT = {
+    "compute": "computing",
+    "collectives": "in collectives",
+    "link": "waiting for what other stages send",
+    "bubble": "waiting for the pipeline to fill and drain",
+}
+_SEEN = 0.005  # a smaller share of the step is not mentioned
 
 
 @shown.register(Explanation)
@@ -31,7 +42,7 @@ def explanation_text(explained: Explanation) -> str:
     if explained.helps:
         parts.append(_changes("what would help", explained.helps, plan, "saves"))
     if explained.idle:
-        parts.append("\n".join(bullet(f"{name} has nothing to do: {why}") for name, why in explained.idle))
+        parts.append("\n".join(map(bullet, idle_lines(explained))))
     if explained.partial and plan.predicted_step_time is not None:
         parts.append(
             paragraph(
@@ -41,32 +52,44 @@ def explanation_text(explained: Explanation) -> str:
     return "\n\n".join(parts)
 
 
+def idle_lines(explained: Explanation) -> Iterator[str]:
+    """Devices without work, one sentence for each reason."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, why in explained.idle:
+        names[why].append(name)
+    for why, several in names.items():
+        yield f"{replicas(several)} {'has' if len(several) == 1 else 'have'} nothing to do: {why}"
+
+
 def _headline(explained: Explanation) -> str:
     bottleneck = explained.bottleneck
     if bottleneck is None and any(stage.sharding for stage in explained.plan.stages):
         return paragraph("The plan does not predict its step; explain(path) explains the strategies in a module.")
     if bottleneck is None:
         return paragraph("The plan has no predictions: it was made by hand, and autopar.compare has not priced it.")
-    head, shares = _sentences(explained, f"Its step of {milliseconds(explained.plan.predicted_step_time)} ms")
-    return f"{paragraph(head)}\n{paragraph(shares)}"
+    head = _head(bottleneck)
+    shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
+    step = f"Its step of {milliseconds(explained.plan.predicted_step_time)} ms is {shares}."
+    return f"{paragraph(head)}\n{paragraph(step)}"
 
 
 def bottleneck_text(explained: Explanation) -> str:
     """Where the step's time goes, in one paragraph; for an explanation with a bottleneck."""
-    return " ".join(_sentences(explained, f"The predicted step of {seconds_text(explained.plan.predicted_step_time)}"))
-
-
-def _sentences(explained: Explanation, step: str) -> tuple[str, str]:
-    """What the bottleneck is, and what the `step` consists of."""
     bottleneck = explained.bottleneck
     assert bottleneck is not None, "the explanation has a bottleneck"
-    shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
+    parts = [f"{share:.0%} {_SPENT[what]}" for what, share in bottleneck.shares if share >= _SEEN]
+    return (
+        f"{_head(bottleneck)} Of the predicted step of {seconds_text(explained.plan.predicted_step_time)}, it spends "
+        f"{', '.join(parts[:-1])}{' and ' if parts[:-1] else ''}{parts[-1]}."
+    )
+
+
+def _head(bottleneck: Bottleneck) -> str:
     where = replicas(bottleneck.devices)
-    head = f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}."
-    return head, f"{step} is {shares}."
+    return f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}."
 
 
 def _changes(title: str, changes: tuple[Change, ...], plan: Plan, verb: str) -> str:
     sign = -1 if verb == "loses" else 1
-    rows = [[c.what, milliseconds(c.step_time), f"{sign * c.gain(plan):.1%}"] for c in changes]
+    rows = [[c.what, milliseconds(c.step_time), percent(sign * c.gain(plan))] for c in changes]
     return table([title, "step ms", verb], rows, words=1)

@@ -40,12 +40,13 @@ from autopar.schedule.timeline import Timeline
 _ENDS = (Phase.BACKWARD, Phase.WEIGHT)  # the backward of a micro-batch
 _US = 1e6  # microseconds of a second
 _BASE = 1 << 32  # of the first device's addresses
-_APART = 1 << 48  # between the addresses of two devices
+_APART = 1 << 42  # between the addresses of two devices: memory_viz keeps addresses as doubles, exact below 2**53
+_PROTOCOL = 4  # of pickle, the newest that memory_viz reads
 
 
 @snapshotted.register
 def _(plan: Plan, path: Path) -> None:
-    path.write_bytes(pickle.dumps(snapshot_of(plan)))
+    path.write_bytes(pickle.dumps(snapshot_of(plan), protocol=_PROTOCOL))
 
 
 def snapshot_of(plan: Plan) -> dict[str, Any]:

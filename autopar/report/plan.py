@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 from torch import fx
 
@@ -48,11 +47,6 @@ def plan_text(plan: Plan) -> str:
     elif any(stage.operators for stage in plan.stages):
         parts.append(paragraph("This plan has no predictions; autopar.plan(model, devices, plan=...) makes them."))
     return "\n\n".join(parts)
-
-
-def modules_text(stages: Sequence[fx.GraphModule]) -> str:
-    """What is in every stage's module."""
-    return table(MODULE_COLUMNS, [module_row(index, module) for index, module in enumerate(stages)])
 
 
 MODULE_COLUMNS = ("stage", "inputs", "operators", "outputs", "parameters", "buffers", "parameters MB")

@@ -7,31 +7,33 @@ from collections import defaultdict
 
 from autopar.costs.profile import Cost, Pass, Profile
 from autopar.plan.display import reported
-from autopar.report.document import Block, Branch, Code, Figure, Figures, Paragraph, Report, Section, Table, Tree
+from autopar.report.document import Block, Branch, Code, Figure, Figures, Fold, Paragraph, Report, Section, Table, Tree
+from autopar.report.layer_names import folded, operator_text
+from autopar.report.made_with import command_block, software
 from autopar.report.quantities import count, percent, rate_text, seconds_text, size_text
 
 _MOST_OPERATORS = 40
+_MOST_LINES = 25
 
 
 @reported.register
-def profile_report(profile: Profile) -> Report:
+def profile_report(profile: Profile, command: str | None = None) -> Report:
     """Where time and bytes go, by module and operator."""
     kind, model = profile.kinds[0], profile.model
     whole = model.seconds(kind)
-    slowest = profile.slowest(1)[0]
+    slowest = next(iter(profile.slowest(1)), None)
     passes = "forward and backward" if profile.training else "forward"
     figures = [
         Figure(f"{passes} of {count(profile.batch_size, 'sample')}", seconds_text(whole), f"on {kind}, in operators"),
         Figure("parameters", size_text(model.parameter_bytes)),
         Figure("activations", size_text(model.activation_bytes), "kept for the backward"),
-        Figure(
-            "slowest operator",
-            percent(slowest.seconds(kind) / whole) if whole else "-",
-            f"{slowest.name}: {seconds_text(slowest.seconds(kind))}",
-        ),
     ]
+    if slowest is not None:
+        share = percent(slowest.seconds(kind) / whole) if whole else "-"
+        note = f"{operator_text(slowest.name)}: {seconds_text(slowest.seconds(kind))}"
+        figures.append(Figure("slowest operator", share, note))
     sections = [Section("At a glance", (Figures(tuple(figures)), _passes(profile))), _modules(profile)]
-    sections.append(Section("Operators", (_operators(profile),)))
+    sections.append(Section("Operators", (_layers(profile), Fold("The slowest operators", (_operators(profile),)))))
     sections.append(Section("Links", (_links(profile),)))
     memory: Block = (
         Paragraph("Not requested: profile(..., optimizer=...) computes it.")
@@ -39,6 +41,9 @@ def profile_report(profile: Profile) -> Report:
         else Code("Moment by moment, for the whole batch on one device:", str(profile.memory))
     )
     sections.append(Section("Memory of a training step", (memory,)))
+    again = "autopar.profile(model, devices, example_args=...)"
+    made = Paragraph(f"This report was made with {software()}.")
+    sections.append(Section("Environment", (made, command_block(command, again))))
     text = f"{passes[:1].upper()}{passes[1:]} of {count(profile.batch_size, 'sample')} take {seconds_text(whole)}"
     return Report(f"Costs of a model on {', '.join(profile.kinds)}", f"{text} on {kind}.", tuple(sections))
 
@@ -46,7 +51,7 @@ def profile_report(profile: Profile) -> Report:
 def _passes(profile: Profile) -> Table:
     rows = tuple((p.kind, f"{p.workers}", f"{p.rows:,}", *_times(profile, p), _rate(p)) for p in profile.passes)
     backward = ("backward",) if profile.training else ()
-    columns = ("device", "busy", "samples", "forward", *backward, "rate")
+    columns = ("device", "busy devices", "samples", "forward", *backward, "rate")
     return Table("Whole passes, by the number of samples and of busy devices", columns, rows)
 
 
@@ -93,6 +98,22 @@ def _note(profile: Profile, cost: Cost) -> str:
     whole = profile.model.seconds(profile.kinds[0])
     share = f" ({percent(cost.seconds(profile.kinds[0]) / whole)})" if whole else ""
     return f"{_time(profile, cost)}{share}, parameters {size_text(cost.parameter_bytes)}"
+
+
+def _layers(profile: Profile) -> Table:
+    """Where the time goes, equal operators of equal layers in one line."""
+    costs = {cost.name: cost for cost in profile.operators}
+    together = [(operator_text(text), [costs[name] for name in names]) for text, names in folded(costs).items()]
+    together.sort(key=lambda pair: -sum(cost.seconds(profile.kinds[0]) for cost in pair[1]))
+    whole = profile.model.seconds(profile.kinds[0])
+    rows = []
+    for text, several in together[:_MOST_LINES]:
+        times = [sum(cost.seconds(kind) for cost in several) for kind in profile.kinds]
+        share = percent(times[0] / whole) if whole else "-"
+        rows.append((text, f"{len(several)}", *map(seconds_text, times), share))
+    left = f" ({len(rows)} of {len(together):,} lines)" if len(together) > len(rows) else ""
+    caption = f"Where the time goes, operators of equal layers together{left}"
+    return Table(caption, ("operators", "number", *profile.kinds, "share"), tuple(rows))
 
 
 def _operators(profile: Profile) -> Table:

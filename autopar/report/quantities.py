@@ -80,8 +80,16 @@ def rate_text(rate: float, what: str) -> str:
     return f"{digits(rate / 1e6)} million {what}/s" if rate >= 1e6 else f"{digits(rate)} {what}/s"
 
 
+def flops_text(rate: float) -> str:
+    """`33.9 TFLOP/s`, `6.2 GFLOP/s`."""
+    unit, name = (1e12, "TFLOP/s") if rate >= 1e12 else (1e9, "GFLOP/s")
+    return f"{digits(rate / unit)} {name}"
+
+
 def percent(share: float, sign: str = "") -> str:
-    return f"{share:{sign}.1%}"
+    """`12.3%`; nothing is `0.0%`, without a sign."""
+    text = f"{share:{sign}.1%}"
+    return text.lstrip("+-") if text in ("-0.0%", "+0.0%") else text
 
 
 def count(number: int, one: str, many: str | None = None) -> str:

@@ -1,10 +1,12 @@
-"""Tables and numbers as plain text: no colours, 80 columns, control characters escaped."""
+"""Tables and numbers as plain text: no colours, 80 columns or what `at_width` says, control characters escaped."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from io import StringIO
 
 from rich.box import Box
@@ -15,11 +17,23 @@ from rich.text import Text
 from autopar.plan.display import printable
 
 WIDTH = 80
+_MOST = 120  # columns: longer lines are hard to read
+_width = ContextVar("columns of a text", default=WIDTH)
 _NAME = 20  # characters of the first column that do not wrap
 _GAP = 2  # characters between columns
-_WORDS = 12  # characters that other columns of text keep at least
+_WORDS = 14  # characters that other columns of text keep at least
 
 _RULE_UNDER_HEAD = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+@contextmanager
+def at_width(columns: int) -> Iterator[None]:
+    """Texts that are made inside are this wide, between 80 and 120 columns."""
+    token = _width.set(max(WIDTH, min(columns, _MOST)))
+    try:
+        yield
+    finally:
+        _width.reset(token)
 
 
 def table(
@@ -49,7 +63,7 @@ def table(
     for row in rows:
         shown.add_row(*(Text("\n".join(_lines(printable(row[index]), widths[index]))) for index in kept))
     out = StringIO()
-    Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(shown)
+    Console(file=out, width=_width.get(), color_system=None, force_terminal=False).print(shown)
     lines = [line.rstrip() for line in out.getvalue().rstrip().splitlines()]
     missing = [_title(column) for index, column in enumerate(columns) if index not in kept]
     if missing:
@@ -72,7 +86,7 @@ def _columns_that_fit(
     going += [index for index in reversed(numbers) if index not in going]
     kept = list(range(len(columns)))
     for index in going:
-        if sum(least[i] for i in kept) + _GAP * (len(kept) - 1) <= WIDTH:
+        if sum(least[i] for i in kept) + _GAP * (len(kept) - 1) <= _width.get():
             break
         kept.remove(index)
     return kept
@@ -83,7 +97,7 @@ def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int, k
     longest = {i: max([*map(len, columns[i].split("\n")), *(len(printable(row[i])) for row in rows)]) for i in kept}
     least = {i: max(map(len, columns[i].split("\n")), default=0) for i in kept}
     floor = {i: max(least[i], min(longest[i], _NAME if i == 0 else _WORDS)) if i < words else longest[i] for i in kept}
-    spare = WIDTH - sum(floor.values()) - _GAP * (len(kept) - 1)
+    spare = _width.get() - sum(floor.values()) - _GAP * (len(kept) - 1)
     widths = dict(floor)
     for i in sorted(kept, key=lambda i: longest[i]):
         more = max(0, min(longest[i] - floor[i], spare))
@@ -117,7 +131,7 @@ def bullet(text: str) -> str:
 def paragraph(text: str, first: str = "", others: str = "") -> str:
     """Lines of a text, with the indent of the first and of the others."""
     words = printable(" ".join(text.split("\n")))  # other ends of lines are control characters, and shown as such
-    return textwrap.fill(words, WIDTH, initial_indent=first, subsequent_indent=others)
+    return textwrap.fill(words, _width.get(), initial_indent=first, subsequent_indent=others)
 
 
 def milliseconds(seconds: float | None) -> str:

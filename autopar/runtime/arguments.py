@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -12,6 +13,7 @@ from autopar.analysis.example import LossFunction
 from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
 from autopar.options import AHEAD_ONLY, Data
+from autopar.plan.plan import Plan
 from autopar.runtime.call_checks import check_model
 from autopar.runtime.initial_values.missing_values import is_hollow
 from autopar.runtime.ranks.world import World
@@ -35,6 +37,13 @@ def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_model(model)
+
+
+def check_plan(plan: object, name: str = "plan") -> None:
+    """Raise InputError for what is neither a plan nor None."""
+    if plan is not None and not isinstance(plan, Plan):
+        file = "; Plan.load(path) reads a file" if isinstance(plan, (str, Path)) else ""
+        raise InputError(f"{name} must be a Plan, got {type(plan).__name__}{file}")
 
 
 def check_data(data: object, devices: Devices) -> None:

@@ -24,6 +24,13 @@ from cost_models import Device
 Shown = Callable[[], AbstractContextManager[Progress]]  # shows the progress of what is done inside
 
 
+def as_wanted(plan: Plan, options: PlanOptions) -> Plan:
+    """The user's plan with the micro-batches and the schedule that the options of the call say. Raises PlanError."""
+    n_microbatches, schedule = options.n_microbatches or plan.n_microbatches, options.schedule or plan.schedule
+    why = "the plan's n_microbatches or schedule was replaced"
+    return plan.with_decision(why, n_microbatches=n_microbatches, schedule=schedule)
+
+
 def deciding(devices: tuple[Device, ...], options: PlanOptions, shown: Shown) -> DecideTogether:
     """Makes a plan; with measurements of ranks, for one process a device."""
 
@@ -55,11 +62,7 @@ def pipelined(
 ) -> PipelinedModule:
     """The model as a module that plans by `options` on its first call, or follows `plan`; with `world`, one rank's."""
     if plan is not None:
-        n_microbatches, schedule = options.n_microbatches or plan.n_microbatches, options.schedule or plan.schedule
-        plan = plan.with_decision(
-            "the plan's n_microbatches or schedule was replaced", n_microbatches=n_microbatches, schedule=schedule
-        )
-        plan = _on_devices(plan, devices, world)
+        plan = _on_devices(as_wanted(plan, options), devices, world)
         plan.check_model(model)
     decide, settings = deciding(devices, options, shown), RunSettings.of(options)
     if world is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ def plain_call(model: nn.Module, device: Device, args: tuple[Any, ...], kwargs: 
 
     Raises AutoparError if the model has been moved elsewhere.
     """
-    args, kwargs = _moved((args, kwargs), device)
+    if device.torch_device.type != "cpu":
+        args, kwargs = _moved((args, kwargs), device)
     try:
         return model.forward(*args, **kwargs)
     except RuntimeError as error:  # looked into only now, because every check before would delay small models
@@ -56,13 +56,20 @@ def plain_step(
 ) -> tuple[torch.Tensor, Any]:
     """A training step: accumulates gradients in `.grad`. Returns the loss and, with `return_outputs`, the outputs, both
     detached. `recorder`: times its passes."""
-    with _recorded(recorder, Phase.FORWARD, device):
+    if device.torch_device.type != "cpu":
+        target = _moved(target, device)
+    if recorder is None:  # every function called here would count in the steps of small models
         output = plain_call(model, device, args, kwargs)
-        timed = loss_fn if recorder is None else recorder.timed_loss(loss_fn)
-        loss = checked_loss(timed(output, _moved(target, device)), loss_fn, output)
+        loss = checked_loss(loss_fn(output, target), loss_fn, output)
         check_trains(loss.requires_grad, loss_fn)
-    with _recorded(recorder, Phase.BACKWARD, device):
         loss.backward()
+    else:
+        with recorder.action(Action(Phase.FORWARD, 0, 0), device):
+            output = plain_call(model, device, args, kwargs)
+            loss = checked_loss(recorder.timed_loss(loss_fn)(output, target), loss_fn, output)
+            check_trains(loss.requires_grad, loss_fn)
+        with recorder.action(Action(Phase.BACKWARD, 0, 0), device):
+            loss.backward()
     return loss.detach(), detached(output) if return_outputs else None
 
 
@@ -70,12 +77,6 @@ def detached(tree: Any) -> Any:
     return torch_private.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
-def _recorded(recorder: StepRecorder | None, phase: Phase, device: Device) -> AbstractContextManager[None]:
-    return nullcontext() if recorder is None else recorder.action(Action(phase, 0, 0), device)
-
-
 def _moved(tree: Any, device: Device) -> Any:
     place = device.torch_device
-    if place.type == "cpu":
-        return tree
     return torch_private.tree_map(lambda x: x.to(place) if isinstance(x, torch.Tensor) else x, tree)

@@ -28,6 +28,7 @@ class StageMemory:
     optimizer: int  # bytes of the optimizer's state
     activation: tuple[int, ...]  # bytes of each micro-batch in flight, from its forward to the end of its backward
     transient: int  # bytes, on top, while any action of the stage runs
+    step: int = 0  # bytes, on top, while the optimizer steps
 
     @property
     def resident(self) -> int:
@@ -105,6 +106,7 @@ class Timeline:
         """
         memory, resident = self._memory_of(slot)
         events = [event for event in self.events if event.slot == slot]
+        stepping = sum(memory[stage].step for stage in self.schedule.stages_of(slot))
         sizes = held(self.schedule.actions[slot], lambda a: memory[a.stage].activation[a.microbatch])
         steps = [(0.0, resident)]
         for event, (during, after) in zip(events, sizes, strict=True):
@@ -112,11 +114,16 @@ class Timeline:
                 steps.pop()
             steps.append((event.start, resident + during + memory[event.action.stage].transient))
             steps.append((event.end, resident + after))
+        last = [finish for finish in self.finishes if finish.slot == slot]
+        if stepping and last:
+            steps.append((max(finish.reduced for finish in last), resident + stepping))
+            steps.append((max(finish.end for finish in last), resident))
         return steps
 
     def memory_parts(self, slot: int) -> dict[str, int]:
         """The parts of the slot's peak, in bytes: parameters, gradients, optimizer, activations, transient.
 
+        Where the optimizer's step, with what it needs for all stages at once, is the peak, no activations are left.
         Raises ValueError if the simulation knew no memory.
         """
         memory, _ = self._memory_of(slot)
@@ -125,6 +132,9 @@ class Timeline:
         working = [(during, memory[a.stage].transient) for a, (during, _) in zip(actions, sizes, strict=True)]
         activations, transient = max(working, key=sum, default=(0, 0))
         stages = [memory[stage] for stage in self.schedule.stages_of(slot)]
+        stepping = sum(stage.step for stage in stages)
+        if stepping > activations + transient:
+            activations, transient = 0, stepping
         return {
             "parameters": sum(stage.parameters for stage in stages),
             "gradients": sum(stage.gradients for stage in stages),

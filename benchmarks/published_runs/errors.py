@@ -40,18 +40,20 @@ def kendall_tau(a: np.ndarray, b: np.ndarray) -> float | None:
     return float((first * second).sum() / np.sqrt(untied)) if untied else None
 
 
-def regrets(rivals: Sequence[Hashable], predicted: Sequence[float], published: Sequence[float]) -> list[float]:
+def regrets(rivals: Sequence[Hashable], predicted: Sequence[float | None], published: Sequence[float]) -> list[float]:
     """For every group of two or more runs that are rivals: how much longer, as published, the run takes that is
     predicted to be the fastest than the fastest one does; fractions.
 
-    `predicted`, `published`: seconds. Of runs that are predicted alike the first counts.
+    `predicted`, `published`: seconds. None: no prediction, so the run is never chosen; groups without any are left out.
+    Of runs that are predicted alike the first counts.
     """
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for place, group in enumerate(rivals):
         groups[group].append(place)
     found = []
     for places in groups.values():
-        if len(places) > 1:
-            chosen = min(places, key=lambda i: predicted[i])
+        known = {place: seconds for place in places if (seconds := predicted[place]) is not None}
+        if len(places) > 1 and known:
+            chosen = min(known, key=known.__getitem__)
             found.append(published[chosen] / min(published[i] for i in places) - 1)
     return found

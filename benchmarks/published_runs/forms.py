@@ -14,22 +14,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.published_runs.alpa import ALPA_GPT, ALPA_PLANS
 from benchmarks.published_runs.b200 import B200, NVLINK, library_bytes
 from benchmarks.published_runs.cases import Case, Degrees, Options
+from benchmarks.published_runs.machines import NODE, cluster_of, device_named
 from benchmarks.published_runs.models import GPTSizes, LlamaSizes, Sizes, has_fused_softmax
-from benchmarks.published_runs.tables import Row, read_rows
+from benchmarks.published_runs.tables import Row, RowError, read_rows
 from benchmarks.published_runs.vtrain import HDR, TRACED_A100
 from benchmarks.published_runs.vtrain import NVLINK as VTRAIN_NVLINK
-from cost_models import Cluster
 from cost_models.collectives.overlap import SERIAL
 from cost_models.hardware.device_specs import device_spec
-
-NODE = 8  # devices
 
 VOCABULARY_MULTIPLE = 1024
 """Megatron-LM pads the vocabulary to a multiple of 128 x the tensor degree (megatron/tokenizer, make-vocab-size-
@@ -77,31 +74,56 @@ class Form:
     """A kind of table."""
 
     columns: frozenset[str]  # that it needs
+    figures: tuple[str, ...]  # its columns of figures
     read: Callable[[Row], Iterator[Case]]
 
 
-def read_cases(path: Path) -> list[Case] | None:
-    """The figures of a table; None if its columns are those of no form.
+@dataclass(frozen=True)
+class Unread:
+    """A row that makes no sense, or that no case can say."""
+
+    name: str
+    column: str  # of the form's figures
+    why: str
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """The figures of a table."""
+
+    cases: tuple[Case, ...]
+    unread: tuple[Unread, ...] = ()
+
+
+def read_cases(path: Path) -> PublishedTable | None:
+    """The figures of a table; None if its columns are those of no form, or it has no rows.
 
     Raises:
-        TableError: a row that is incomplete or makes no sense.
+        TableError: the file is no table.
     """
     rows = read_rows(path)
     columns = set(rows[0].cells) if rows else set()
     form = next((form for form in FORMS if form.columns <= columns), None)
-    return None if form is None else [case for row in rows for case in form.read(row)]
+    if form is None:
+        return None
+    cases, unread = list[Case](), list[Unread]()
+    for row in rows:
+        try:
+            row.check_width()
+            cases += form.read(row)
+        except RowError as error:
+            column = error.column if error.column in form.figures else form.figures[0]
+            unread.append(Unread(f"line {row.line}", column, error.in_words))
+    return PublishedTable(tuple(cases), tuple(unread))
 
 
-@cache
-def _cluster(device: str, gpus: int, inter_node: str | None = None) -> Cluster:
-    """A cluster of nodes with 8 devices each."""
-    return Cluster.preset(f"{min(gpus, NODE)}x{device}", max(1, gpus // NODE), inter_node=inter_node)
+def _checked_gpus(row: Row) -> int:
+    return _whole_nodes(row, "gpus", row.count("gpus"))
 
 
-def _checked_gpus(row: Row, column: str = "gpus") -> int:
-    gpus = row.count(column)
+def _whole_nodes(row: Row, column: str, gpus: int) -> int:
     if gpus > NODE and gpus % NODE:
-        row.wrong(column, f"needs whole nodes of {NODE}, got {gpus}")
+        row.wrong(column, f"needs whole nodes of {NODE} devices, got {gpus} devices")
     return gpus
 
 
@@ -117,6 +139,8 @@ def _padded(vocab: int) -> int:
 
 
 def _divided(row: Row, column: str, model: Sizes, tensor: int) -> None:
+    if isinstance(model, GPTSizes) and model.hidden % model.heads:
+        row.wrong("hidden", f"{model.hidden} is no multiple of {model.heads} heads")
     if model.divided % tensor:
         row.wrong(column, f"{model.divided} heads are no multiple of {tensor}")
 
@@ -138,7 +162,7 @@ def _megatron(row: Row) -> Iterator[Case]:
     plan = {**_plan(tensor, pipeline, data, micro_batch), "chunks": chunks}
     work = gpt_flops(model, batch, recomputed=True) / gpus / 1e12
     name = f"{row.text('params_b')}B on {gpus}"
-    cluster = _cluster("A100-80", gpus)
+    cluster = cluster_of(device_named(row.comments, "A100-80"), gpus)
     figure = row.number("tflops_per_gpu")
     yield Case(name, "tflops_per_gpu", figure, "TFLOP/s", model, batch, cluster, MEGATRON, (plan,), work)
 
@@ -166,9 +190,11 @@ def _vtrain(row: Row) -> Iterator[Case]:
     _divided(row, "tensor", model, tensor)
     _whole(row, "micro_batch", batch, data * micro_batch, "samples")
     plan = _plan(tensor, pipeline, data, micro_batch)
-    cluster = dataclasses.replace(_cluster("A100-80", gpus), inter_node=HDR)
-    how = MEGATRON
-    if row.text("system") == "single-node":
+    device = device_named(row.comments, "A100-80")
+    cluster, how = cluster_of(device, gpus), MEGATRON
+    if device == "A100-80":
+        cluster = dataclasses.replace(cluster, inter_node=HDR)
+    if device == "A100-80" and row.text("system") == "single-node":
         how = dataclasses.replace(how, overlap=SERIAL)
         cluster = dataclasses.replace(cluster, node=(TRACED_A100,) * len(cluster.node), intra_node=VTRAIN_NVLINK)
         plan["recompute"] = "none"
@@ -180,17 +206,21 @@ def _vtrain(row: Row) -> Iterator[Case]:
 
 def _b200(row: Row) -> Iterator[Case]:
     """SimuMax, docs/b200, release v1.2, 2025: what the header of the table says."""
-    size = row.text("model").removeprefix("llama3-").lower()
+    size = row.text("model").lower().removeprefix("llama3-")
     if size not in _LLAMA3:
         row.wrong("model", f"needs one of {', '.join(f'llama3-{one}' for one in _LLAMA3)}, got {row.text('model')!r}")
     sizes = {**_LLAMA3[size], "kv_heads": _B200_KV_HEADS.get(size, _LLAMA3[size]["kv_heads"])}
     model = LlamaSizes(**{**sizes, "layers": row.count("layers")}, seq=row.count("seq"), wide_loss=False)
     tensor, pipeline, data = row.counts("tensor", "pipeline", "data")
     context, expert = row.count("context", 1), row.count("expert", 1)
-    gpus, micro_batch, m = tensor * pipeline * data * context, row.count("micro_batch", 1), row.count("microbatches")
+    gpus = _whole_nodes(row, "data", tensor * pipeline * data * context)
+    micro_batch, m = row.count("micro_batch", 1), row.count("microbatches")
     _divided(row, "tensor", model, tensor)
     plan = {**_plan(tensor, pipeline, data, micro_batch), "recompute": "none", "zero": int(data > 1)}
     plan["sequence_parallel"] = tensor > 1
+    cluster = cluster_of(device_named(row.comments, "B200"), gpus)
+    if cluster.node[0].name == "B200":
+        cluster = dataclasses.replace(cluster, node=(B200,) * len(cluster.node), intra_node=NVLINK)
     yield Case(
         f"{size} of {model.layers} layers on {gpus}: {tensor} x {pipeline} x {data}, {m} micro-batches",
         "step_ms",
@@ -198,7 +228,7 @@ def _b200(row: Row) -> Iterator[Case]:
         "ms",
         model,
         data * m * micro_batch,
-        dataclasses.replace(_cluster("B200", gpus), node=(B200,) * min(gpus, NODE), intra_node=NVLINK),
+        cluster,
         MEGATRON_CORE,
         (plan,),
         per_second=1e3,
@@ -223,11 +253,11 @@ def _torchtitan(row: Row) -> Iterator[Case]:
     batch, micro_batch = data * local, row.count("micro_batch", 1 if pipeline > 1 else local)
     plan = _plan(tensor, pipeline, data, micro_batch) | {"zero": 3 if data > 1 else 0}
     plan["recompute"] = "selective-op" if recompute == "selective" else recompute  # its default of `selective`
-    plan |= {"sequence_parallel": tensor > 1, "chunks": 2 if variant == "interleaved" and pipeline > 1 else 1}
-    not_expressed = "context parallelism" if context > 1 else ""
-    if size == "405b":  # by the header of the table
-        not_expressed = "float8 and asynchronous tensor parallelism"
+    plan |= {"sequence_parallel": tensor > 1, "chunks": 2 if variant.startswith("interleaved") and pipeline > 1 else 1}
     launch = "eager" if variant == "eager" else "compiled"
+    cluster = cluster_of(device_named(row.comments, "H100"), _checked_gpus(row))
+    if cluster.node[0].name == "H100":
+        cluster = dataclasses.replace(cluster, node=(GRAND_TETON,) * len(cluster.node))
     yield Case(
         f"{size} on {gpus}, {row.text('variant')}",
         "tokens_per_s_gpu",
@@ -235,14 +265,25 @@ def _torchtitan(row: Row) -> Iterator[Case]:
         "tokens/s",
         model,
         batch,
-        dataclasses.replace(_cluster("H100", _checked_gpus(row)), node=(GRAND_TETON,) * min(gpus, NODE)),
+        cluster,
         Options("adamw", launch, "bf16-mixed", overlap="all"),
         (plan,),
         work=batch * model.seq / gpus,
         memory=row.gib("mem_gib"),
         reserved=True,
-        not_expressed=not_expressed,
+        not_expressed=_beyond_torchtitans_plan(size, variant, context),
     )
+
+
+def _beyond_torchtitans_plan(size: str, variant: str, context: int) -> str:
+    """What a row does that no plan can say, "" for nothing; float8 and asynchronous tensor parallelism in all rows of
+    405B, by the header of the table."""
+    beyond = {
+        "context parallelism": context > 1,
+        "float8": size == "405b" or "float8" in variant or "fp8" in variant,
+        "asynchronous tensor parallelism": size == "405b" or "async" in variant,
+    }
+    return " and ".join(name for name, used in beyond.items() if used)
 
 
 def _alpa(row: Row) -> Iterator[Case]:
@@ -250,8 +291,11 @@ def _alpa(row: Row) -> Iterator[Case]:
     size, gpus = row.number("params_b"), _checked_gpus(row)
     if size not in ALPA_GPT:
         row.wrong("params_b", f"needs one of {', '.join(map(str, ALPA_GPT))}, got {size:g}")
+    if not any(row.text(column) for column in ALPA_PLANS):
+        row.wrong(next(iter(ALPA_PLANS)), "the row has no figure")
     model = GPTSizes(*ALPA_GPT[size], row.count("seq", 1024), _padded(row.count("vocab", 51200)))
-    batch, cluster = row.count("batch", 1024), _cluster("V100", gpus, "Ethernet25")
+    device = device_named(row.comments, "V100")
+    batch, cluster = row.count("batch", 1024), cluster_of(device, gpus, "Ethernet25" if device == "V100" else None)
     work = gpt_flops(model, batch, recomputed=True) / gpus / 1e12
     for column, plans in ALPA_PLANS.items():
         if row.text(column):
@@ -268,8 +312,10 @@ def gpt_flops(model: GPTSizes, batch: int, recomputed: bool) -> float:
     return layers + 6 * b * s * h * model.vocab
 
 
-def _form(columns: str, read: Callable[[Row], Iterator[Case]]) -> Form:
-    return Form(frozenset(columns.split()), read)
+def _form(columns: str, read: Callable[[Row], Iterator[Case]], more: tuple[str, ...] = ()) -> Form:
+    """`columns`: needed, a figure last. `more`: further figures."""
+    names = columns.split()
+    return Form(frozenset(names), (names[-1], *more), read)
 
 
 FORMS = (
@@ -277,5 +323,5 @@ FORMS = (
     _form("gpus global_batch micro_batch hidden heads layers seq tensor data pipeline iteration_ms", _vtrain),
     _form("model layers tensor pipeline data seq microbatches step_ms", _b200),
     _form("model gpus fsdp tp pp cp seq local_batch recompute variant tokens_per_s_gpu", _torchtitan),
-    _form("params_b gpus megatron", _alpa),
+    _form("params_b gpus megatron", _alpa, tuple(ALPA_PLANS)[1:]),
 )

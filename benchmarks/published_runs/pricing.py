@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar import Plan
 from autopar.analysis.example import Example, example_ahead, resized
-from autopar.errors import PlanError
+from autopar.errors import AutoparError
 from autopar.options import PlanOptions
 from autopar.plan.degrees import DEGREES
 from autopar.planner.hand_plan.by_hand import plan_by_hand
@@ -80,7 +80,7 @@ class Pricer:
                 continue
             try:
                 found = self._known(case, degrees)
-            except PlanError as error:
+            except AutoparError as error:
                 refused = refused or str(error)
                 continue
             tried += 1

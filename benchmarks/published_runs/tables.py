@@ -4,14 +4,29 @@ read."""
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
 
 class TableError(ValueError):
-    """A table that cannot be read: file, line and column, and what would be right."""
+    """A table or a row that cannot be read: file, line and column, and what would be right."""
+
+
+class RowError(TableError):
+    """A row that cannot be read. Other rows of its table can be."""
+
+    def __init__(self, row: Row, column: str, why: str) -> None:
+        super().__init__(f"{row.path}, line {row.line}, column {column!r}: {why}")
+        self.row, self.column, self.why = row, column, why
+
+    @property
+    def in_words(self) -> str:
+        """Without the file."""
+        return f"line {self.row.line}, column {self.column!r}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -21,9 +36,11 @@ class Row:
     path: Path
     line: int
     cells: dict[str, str]
+    comments: str = ""  # of the whole table
+    surplus: tuple[str, ...] = ()  # cells beyond the last column
 
     def wrong(self, column: str, why: str) -> NoReturn:
-        raise TableError(f"{self.path}, line {self.line}, column {column!r}: {why}")
+        raise RowError(self, column, why)
 
     def text(self, column: str, default: str = "") -> str:
         return self.cells.get(column, "").strip() or default
@@ -48,21 +65,57 @@ class Row:
         """Bytes; None where the cell is empty."""
         return self.number(column) * 2**30 if self.text(column) else None
 
+    def check_width(self) -> None:
+        """Raise RowError for cells beyond the last column."""
+        if self.surplus:
+            self.wrong(str(len(self.cells) + 1), f"there are {len(self.cells)} columns")
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """The lines of a file, apart."""
+
+    path: Path
+
+    @cached_property
+    def _every(self) -> list[tuple[int, str]]:
+        try:
+            text = self.path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TableError(f"{self.path} cannot be read as text: {error}") from None
+        return [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+
+    @property
+    def comments(self) -> str:
+        return "\n".join(line.lstrip("# ") for _, line in self._every if line.startswith("#"))
+
+    @property
+    def rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Cells by line; lines of empty cells are left out."""
+        for number, line in self._every:
+            cells = [] if line.startswith("#") else [cell.strip() for cell in next(csv.reader([line]), [])]
+            if any(cells):
+                yield number, cells
+
 
 def read_rows(path: Path) -> list[Row]:
-    """Raises TableError for a row with more cells than columns."""
-    return list(_rows(path))
+    """The rows of a table.
 
-
-def _rows(path: Path) -> Iterator[Row]:
+    Raises:
+        TableError: the file is no text, or two columns have one name.
+    """
+    lines = _Lines(path)
+    comments, found = lines.comments, list[Row]()
     header: list[str] | None = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        cells = [cell.strip() for cell in next(csv.reader([line]))]
+    for number, cells in lines.rows:
         if header is None:
             header = cells
-        elif len(cells) > len(header):
-            raise TableError(f"{path}, line {number}, column {len(header) + 1}: there are {len(header)} columns")
-        else:
-            yield Row(path, number, dict(zip(header, cells + [""] * (len(header) - len(cells)), strict=True)))
+            twice = [name for name, times in Counter(header).items() if name and times > 1]
+            if twice:
+                raise TableError(f"{path}, line {number}: several columns are called {', '.join(twice)}")
+            continue
+        width = len(header)
+        padded = cells + [""] * (width - len(cells))
+        surplus = tuple(padded[width:]) if any(padded[width:]) else ()
+        found.append(Row(path, number, dict(zip(header, padded, strict=False)), comments, surplus))
+    return found

@@ -14,11 +14,12 @@ Either way it has devices, a link between any two of them, and the seconds of a 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import permutations
+from itertools import accumulate, permutations
 from pathlib import Path
 from typing import Literal
 
@@ -53,11 +54,16 @@ _PLACEHOLDER = re.compile(r"(\d+)\.\d+:")  # how the name of a device begins tha
 class Cluster:
     """`nodes` nodes, each of the devices `node`. Devices of several kinds may share a node; all nodes are alike.
 
+    Devices at hand may lie in nodes that differ: then `node` has all of them, and `sizes` says how many each node has.
+
+        nodes=2, node=(A, A)                  0.0 0.1 | 1.0 1.1
+        nodes=1, node=(A, A, A), sizes=(2, 1)       0   1 | 2
+
     Measurements take precedence: `measured_links` over the networks' figures, and `measured_collectives`, of groups
     of the same shape, over the formulas. `dataclasses.replace(cluster, measured_collectives=(m,))` adds them.
 
     Raises:
-        DeviceError: no devices, fewer than one node, or kinds that share a name and differ.
+        DeviceError: no devices, fewer than one node, sizes that do not fit, or kinds that share a name and differ.
     """
 
     node: tuple[DeviceSpec, ...]  # the devices of a node, in order
@@ -67,6 +73,7 @@ class Cluster:
     at_hand: tuple[Device, ...] = ()  # the node's devices if they are present; else `devices` are placeholders
     measured_links: Mapping[tuple[str, str], Link] = field(default_factory=dict, hash=False)  # by names of devices
     measured_collectives: tuple[MeasuredCollectives, ...] = ()
+    sizes: tuple[int, ...] = ()  # devices of each node, where nodes differ
 
     def __post_init__(self) -> None:
         if not self.node or self.nodes < 1:
@@ -76,6 +83,11 @@ class Cluster:
         if len(self.node) * self.nodes > MOST_DEVICES:
             raise DeviceError(
                 f"a cluster has at most {MOST_DEVICES} devices, got {len(self.node)} in each of {self.nodes} nodes"
+            )
+        if self.sizes and (min(self.sizes) < 1 or self.nodes > 1 or sum(self.sizes) != len(self.at_hand)):
+            raise DeviceError(
+                f"sizes of nodes are those of the {len(self.at_hand)} devices at hand, one or more in each, with "
+                f"nodes=1; got {self.sizes} and nodes={self.nodes}"
             )
         for spec in self.node:
             if self.specs[spec.name] != spec:
@@ -185,7 +197,22 @@ class Cluster:
         name = device if isinstance(device, str) else device.name
         if name not in self.place_of:
             raise DeviceError(f"{name!r} is no device of {self.title}; the first is {self.devices[0].name!r}")
-        return self.place_of[name] // len(self.node)
+        place = self.place_of[name]
+        return bisect_right(self._ends, place) if self.sizes else place // len(self.node)
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.sizes) or self.nodes
+
+    @property
+    def largest_node(self) -> int:
+        """Devices of the node that has the most."""
+        return max(self.sizes, default=len(self.node))
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """Of nodes that differ, the number of the first device behind each."""
+        return tuple(accumulate(self.sizes))
 
     @cached_property
     def place_of(self) -> Mapping[str, int]:
@@ -195,7 +222,7 @@ class Cluster:
     @property
     def cards(self) -> int:
         """Network cards of a node, to the other nodes: as many as devices where each has its own."""
-        return self.inter_node.cards if self.inter_node.shared else len(self.node)
+        return self.inter_node.cards if self.inter_node.shared else self.largest_node
 
     def card_of(self, device: Device | str) -> tuple[int, int]:
         """The node of a device and the number of its card there; devices of one number share the card.
@@ -204,7 +231,11 @@ class Cluster:
             DeviceError: the cluster has no such device.
         """
         node, name = self.node_of(device), device if isinstance(device, str) else device.name
-        return node, self.inter_node.card(self.place_of[name] % len(self.node), len(self.node))
+        place = self.place_of[name]
+        if not self.sizes:
+            return node, self.inter_node.card(place % len(self.node), len(self.node))
+        first = self._ends[node] - self.sizes[node]
+        return node, self.inter_node.card(place - first, self.sizes[node])
 
     def link(self, a: Device | str, b: Device | str) -> Link:
         """The link from `a` to `b`, measured or estimated, with its card to itself; free from a device to itself."""
@@ -245,7 +276,7 @@ class Cluster:
         if not names or len(set(names)) < len(names):
             raise DeviceError(f"a group needs devices, and each of them once, got {names}")
         counts = Counter(self.node_of(name) for name in names)
-        return Group.of(counts.values(), self.intra_node, self.inter_node, len(self.node))
+        return Group.of(counts.values(), self.intra_node, self.inter_node, self.largest_node)
 
     def seconds(
         self, collective: Collective, nbytes: float, devices: Sequence[Device | str], concurrent: int = 1
@@ -268,6 +299,8 @@ class Cluster:
     @property
     def title(self) -> str:
         """The devices in short: "16 nodes of 8xH100"."""
+        if self.sizes:
+            return f"{node_text(self.node)} on nodes of {', '.join(map(str, self.sizes))} devices"
         return f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {node_text(self.node)}"
 
     def to_toml(self, path: str | Path | None = None) -> str:
@@ -276,9 +309,11 @@ class Cluster:
         `path`: write the text to this file, too; a file that exists is replaced.
 
         Raises:
-            DeviceError: networks of one name differ, or a device's name holds "+".
+            DeviceError: networks of one name differ, a device's name holds "+", or nodes differ.
             OSError: the file cannot be written.
         """
+        if self.sizes:
+            raise DeviceError(f"a cluster's file has nodes that are alike, and these have {self.sizes} devices")
         text = format_cluster_file(ClusterFile(self.node, self.nodes, self.intra_node, self.inter_node))
         if path is not None:
             Path(path).write_bytes(text.encode())  # as bytes: line ends stay as they are
@@ -292,7 +327,7 @@ class Cluster:
             memory, rate = f"{spec.memory / 1e9:.4g} GB", f"{spec.bandwidth / 1e9:.4g} GB/s"
             rows.append((name, str(count), memory, rate, f"{peaks} ({spec.flops_efficiency:.0%})"))
         rows += [("", "", "", "", ""), ("level", "network", "latency", "bandwidth", "")]
-        levels = [("in a node", self.intra_node)] + ([("between nodes", self.inter_node)] if self.nodes > 1 else [])
+        levels = [("in a node", self.intra_node)] + ([("between nodes", self.inter_node)] if self.n_nodes > 1 else [])
         for level, net in levels:
             of = "each device"
             if net.shared:

@@ -157,7 +157,7 @@ class _Groups:
         made = max((t.numel() for t in tensors_in(self._values(node))), default=0)
         if not self._reduces(node):
             return made
-        return max(made, *(math.prod(t.shape) for n in node.all_input_nodes for t in tensors_in(self._values(n))))
+        return max([made, *(math.prod(t.shape) for n in node.all_input_nodes for t in tensors_in(self._values(n)))])
 
     def _reduces(self, node: fx.Node) -> bool:
         return any(kernel.kind in _REDUCING for kernel in self._work(node).forward)

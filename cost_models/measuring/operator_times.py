@@ -19,7 +19,7 @@ import statistics
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
@@ -44,6 +44,8 @@ _ROUNDS_UNKNOWN, _PASSES_UNKNOWN = 2, 5
 # Seconds of a pass above which the clock reads around its operators (about a microsecond each) do not matter.
 _LONG_PASS = 0.3
 
+_PAIRS = 8  # of gradients that are added up in turn: 256 MiB in all
+
 _LONGEST = 1e9  # s: longer times come from a damaged cache
 
 
@@ -58,6 +60,8 @@ class GraphTimes:
     loss_forward: float = 0.0  # s
     loss_backward: float = 0.0  # s
     spread: float = 0.0  # of the seconds of whole passes: how far the middle half of them lies apart, of the median
+    # Node -> s of `backward`: adding gradients of parameters to those of earlier micro-batches.
+    accumulation: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -79,8 +83,10 @@ class GraphTimes:
         times = cls(**value)
         if {*times.forward} != {*nodes} or {*times.backward} != {*nodes}:
             raise ValueError("the cached times are of other operators")
+        if "accumulation" not in value or not {*times.accumulation} <= {*nodes}:
+            raise ValueError("the cached times do not tell the accumulation of gradients apart")
         seconds = (*times.forward.values(), *times.backward.values(), times.loss_forward, times.loss_backward)
-        seconds = (*seconds, times.spread)
+        seconds = (*seconds, *times.accumulation.values(), times.spread)
         if not all(type(s) in (int, float) and 0 <= s < _LONGEST for s in seconds):
             raise ValueError(f"cached times must be seconds from 0 to {_LONGEST:g}")
         if not all(type(count) is int and count >= 1 for count in (times.rows, times.workers)):
@@ -268,6 +274,7 @@ def _typical_times(
     typical = statistics.median_low
     forward = {n: typical([t.forward[n] for t in timed]) for n in timed[0].forward}
     backward = {n: typical([t.backward[n] for t in timed]) for n in timed[0].backward}
+    accumulation = {n: typical([t.accumulation[n] for t in timed]) for n in timed[0].accumulation}
     loss_forward, loss_backward = (typical([t.loss[phase] for t in timed]) for phase in (0, 1))
     scale_f = _ratio(typical([p[0] for p in plain]), sum(forward.values()) + loss_forward)
     scale_b = _ratio(typical([p[1] for p in plain]), sum(backward.values()) + loss_backward)
@@ -279,21 +286,26 @@ def _typical_times(
         loss_forward * scale_f,
         loss_backward * scale_b,
         spread(totals),
+        {n: s * scale_b for n, s in accumulation.items() if s > 0},
     )
 
 
 def measure_accumulate(device: torch.device, nbytes: int = 1 << 24) -> float:
-    """Seconds per byte of adding one gradient to another in place."""
-    total, part = torch.zeros(nbytes // 4, device=device), torch.ones(nbytes // 4, device=device)
+    """Seconds per byte of adding one gradient to another in place.
+
+    Several pairs take turns, as many as caches forget: those of a model come from memory.
+    """
+    pairs = [[torch.full((nbytes // 4,), float(i), device=device) for i in range(2)] for _ in range(_PAIRS)]
     clock = device_clock(device)
     spans = []
-    for _ in range(7):
-        start = clock.mark()
-        total.add_(part)
-        spans.append((start, clock.mark()))
+    for turn in range(4):
+        for total, part in pairs:
+            start = clock.mark()
+            total.add_(part)
+            spans += [(start, clock.mark())] if turn else []  # the first turn finds memory that nobody has touched
     clock.wait()
-    seconds = [clock.between(*span) for span in spans]
-    return statistics.median(seconds) / nbytes
+    seconds = sorted(clock.between(*span) for span in spans)
+    return seconds[len(seconds) // 4] / nbytes  # disturbances only ever add time
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

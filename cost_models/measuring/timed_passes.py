@@ -2,7 +2,8 @@
 
     forward     marks of the clock before and after every node
     backward    a mark before every autograd node, which belongs to the node whose output it is reached from, walking
-                from there to the outputs of the node's inputs
+                from there to the outputs of the node's inputs; those that add a parameter's gradient to that of earlier
+                passes are told apart
 
 The clock is that of the device (`device_clock.py`). Time in which the thread waited for a core does not count.
 """
@@ -13,11 +14,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
 from cost_models.measuring.autocast import Autocast
@@ -34,6 +35,21 @@ class TimedPass:
     backward: dict[str, float]  # by node
     loss: tuple[float, float]  # forward, backward
     totals: tuple[float, float]  # of forward and of backward, loss included, waiting for a core left out
+    # By node, of `backward`: adding gradients of parameters to those of earlier passes.
+    accumulation: dict[str, float] = field(default_factory=dict)
+
+
+class _Stamp(NamedTuple):
+    """The start of an autograd node."""
+
+    mark: Any
+    node: str  # that it belongs to; "": the loss, or the end
+    accumulates: bool = False
+
+
+def _accumulates(function: Any) -> bool:
+    """Whether an autograd node adds to the gradient of a parameter."""
+    return type(function).__name__ == "AccumulateGrad" and isinstance(function.variable, nn.Parameter)
 
 
 class GraphRunner:
@@ -73,7 +89,7 @@ class GraphRunner:
         """One pass with the seconds of every node."""
         mark, between = self.clock.mark, self.clock.between
         spans: dict[str, tuple[Any, Any]] = {}  # node -> marks before and after its forward
-        stamps: list[tuple[Any, str]] = []  # mark before every autograd node, and the node that it belongs to
+        stamps: list[_Stamp] = []
         seen: set[Any] = set()
 
         def timed_call(node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -95,15 +111,18 @@ class GraphRunner:
             total_forward = self._since(begin)
             total_backward = self._backward(outputs, value, stamps)
         forward = {name: between(*span) for name, span in spans.items()}
-        backward = dict.fromkeys(forward, 0.0)
+        backward, accumulation = (dict.fromkeys(forward, 0.0) for _ in range(2))
         loss_backward = 0.0
-        for (since, name), (until, _) in itertools.pairwise(stamps):
-            if name:
-                backward[name] += between(since, until)
+        for one, following in itertools.pairwise(stamps):
+            seconds = between(one.mark, following.mark)
+            if one.node:
+                backward[one.node] += seconds
+                accumulation[one.node] += seconds if one.accumulates else 0.0
             else:
-                loss_backward += between(since, until)
+                loss_backward += seconds
         loss_seconds = between(loss_start, loss_end) if loss is not None else 0.0
-        return TimedPass(forward, backward, (loss_seconds, loss_backward), (total_forward, total_backward))
+        totals = total_forward, total_backward
+        return TimedPass(forward, backward, (loss_seconds, loss_backward), totals, accumulation)
 
     @contextmanager
     def _conditions(self) -> Iterator[None]:
@@ -113,7 +132,7 @@ class GraphRunner:
             yield
 
     def _backward(
-        self, outputs: tuple[Any, ...], loss: torch.Tensor | None, stamps: list[tuple[Any, str]] | None = None
+        self, outputs: tuple[Any, ...], loss: torch.Tensor | None, stamps: list[_Stamp] | None = None
     ) -> float:
         """Seconds of the backward pass. `stamps` get a last mark when all of it is queued."""
         if not self.training:
@@ -123,22 +142,25 @@ class GraphRunner:
         if roots:
             torch.autograd.backward(roots, gradients)
         if stamps is not None:
-            stamps.append((self.clock.mark(), ""))
+            stamps.append(_Stamp(self.clock.mark(), ""))
         return self._since(start)
 
-    def _watch(self, value: Any, name: str, seen: set[Any], stamps: list[tuple[Any, str]]) -> None:
+    def _watch(self, value: Any, name: str, seen: set[Any], stamps: list[_Stamp]) -> None:
         """Mark the start of every autograd node that computes `value`, except those `seen` for earlier nodes."""
         stack = [t.grad_fn for t in tensors_in(value) if t.grad_fn is not None]
 
         def stamp(*_: Any) -> None:
-            stamps.append((self.clock.mark(), name))
+            stamps.append(_Stamp(self.clock.mark(), name))
+
+        def stamp_accumulation(*_: Any) -> None:
+            stamps.append(_Stamp(self.clock.mark(), name, accumulates=True))
 
         while stack:
             function = stack.pop()
             if function in seen:
                 continue
             seen.add(function)
-            function.register_prehook(stamp)
+            function.register_prehook(stamp_accumulation if _accumulates(function) else stamp)
             stack += [following for following, _ in function.next_functions if following is not None]
 
     def _start(self) -> tuple[float, float]:

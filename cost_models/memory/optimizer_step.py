@@ -104,6 +104,7 @@ class StepShare(NamedTuple):
     nbytes: Any  # read and written
     kernels: Any  # launches, in parts where several parameters share one
     tensors: Any
+    held: Any = 0.0  # bytes of temporaries at once, where they are of all parameters together ("foreach")
 
     @classmethod
     def of(
@@ -132,8 +133,13 @@ def _share(optimizer: str, elements: float, precision: Precision, implementation
     lists = _lists(optimizer, precision, implementation)
     if implementation == "for-loop":
         return StepShare(nbytes, float(len(lists)), 1.0)
-    chunks = math.ceil(elements / _CHUNK)
-    return StepShare(nbytes, sum(max(chunks / _CHUNKS, 1 / _most_tensors(count)) for count in lists), 1.0)
+    chunks, held = math.ceil(elements / _CHUNK), 0.0
+    if implementation == "foreach" and optimizer != "adafactor":  # torch's is not by default: it saves memory
+        of_one = optimizer_step_temporaries(
+            optimizer, [(math.ceil(elements),)], precision=precision, implementation=implementation
+        )
+        held = float(of_one)
+    return StepShare(nbytes, sum(max(chunks / _CHUNKS, 1 / _most_tensors(count)) for count in lists), 1.0, held)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"seconds": {CEILING: [1.0], "A": "fast"}}, "got 'fast'"),
     ({"seconds": {"A": [1.0]}}, "no times of 'ceiling', the ceiling"),
     ({"seconds": None}, "no times of"),
+    ({"seconds": {CEILING: [1.0], "A": [float("inf")]}}, "a model, A: seconds must be numbers above 0"),
+    ({"seconds": {CEILING: [1.0], "A": [True]}}, "a model, A: seconds must be numbers above 0"),
+    ({"ceiling": [CEILING]}, r"no times of \['ceiling'\], the ceiling"),
+    ({"what": ["a model"]}, '"what" of an entry of "measured" must be a text'),
 ]
 
 
@@ -136,6 +140,8 @@ def test_times_that_no_benchmark_writes_are_refused(change: dict[str, Any], mess
 def test_results_of_another_version_or_without_steps_are_refused_by_what_they_lack() -> None:
     with pytest.raises(ResultError, match="must have what, ceiling, seconds"):
         compare({"measured": [{"model": "a"}]}, result(1), 0.05)
+    with pytest.raises(ResultError, match='"measured" must be a list of rounds, got 3'):
+        compare({"measured": 3}, result(1), 0.05)
     with pytest.raises(ResultError, match="the second file has no measured steps"):
         compare(result(0), {"rows": []}, 0.05)
 

@@ -390,6 +390,40 @@ def test_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in printed for name in BENCHMARKS)
 
 
+def test_the_list_is_json_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {name: what for name, (what, _) in BENCHMARKS.items()}
+
+
+@pytest.mark.parametrize("name", ["published", "partition_instances"])
+def test_a_benchmark_of_a_folder_names_the_option_that_it_needs(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", name, "--results", str(tmp_path)]) == 0
+    assert "skipped: --" in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "is no JSON file"),
+        ("[]", "is no instance: it lacks nodes, edges"),
+        ('{"nodes": [], "edges": [{}], "maxSizePerFPGA": 1, "maxFPGAs": 1, "maxCPUs": 1}', "edges[0] lacks sourceId"),
+        ('{"nodes": 3, "edges": [], "maxSizePerFPGA": 1, "maxFPGAs": 1, "maxCPUs": 1}', "nodes[0] lacks id"),
+    ],
+)
+def test_a_file_that_is_no_instance_is_refused_by_its_name(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "LayerGraphs").mkdir()
+    (tmp_path / "LayerGraphs" / "broken.json").write_text(text)
+    assert main(["run", "partition_instances", "--instances", str(tmp_path), "--results", str(tmp_path / "r")]) == 2
+    error = capsys.readouterr().err
+    assert "broken.json" in error
+    assert message in error
+
+
 @pytest.mark.parametrize("arguments", [["nonsense"], []])
 def test_without_a_known_name_it_exits_2_with_the_list(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -408,7 +442,13 @@ def test_without_a_known_name_it_exits_2_with_the_list(
         (["run", "overhead", "--json", "FOLDER"], "is a folder; give the name of a file"),
         (["run", "overhead", "--results", "FILE"], "--results: cannot write in"),
         (["all", "--json", "FILE/out.json"], "--json: cannot write in"),
-        (["run", "overhead", "--figure", "FILE/out.png"], "--figure: cannot write in"),
+        (["run", "gpt", "--figure", "FILE/out.png"], "--figure: cannot write in"),
+        (["run", "gpt", "--figure", "out.txt"], "--figure out.txt: give a name that ends in .png, .svg, .pdf"),
+        (["run", "overhead", "--figure", "out.png"], "--figure is an option of tutorial and gpt; overhead draws none"),
+        (["run", "gpu", "--device", "gpu0"], "--device gpu0: give cuda, cuda:N or cpu"),
+        (["run", "published", "--tables", "FILE"], "there is no such folder"),
+        (["run", "partition_instances", "--instances", "FOLDER/none"], "there is no such folder"),
+        (["run", "--json", "gpt"], "--json took gpt as the file to write; put the name first: run gpt --json"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )

@@ -65,9 +65,9 @@ def test_an_interrupted_run_goes_on_with_the_cases_that_are_missing(
     monkeypatch.setattr(scale, "_in_its_own_process", row)
     path = tmp_path / "scale-quick.partial.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        scale.run_scale(True, Kept(path))
+        scale.run_scale(True, Kept(path), at_once=1)
     path.write_text(path.read_text() + '{"key": ["cut o')
-    report = scale.run_scale(True, Kept(path))
+    report = scale.run_scale(True, Kept(path), at_once=1)
     assert planned == [scale._cases(True)[0], *scale._cases(True)[1:2], *scale._cases(True)[1:]]
     assert len(report.data["cases"]) == len(scale._cases(True)) == len(path.read_text().splitlines()) - 1
     assert all(json.loads(line) for line in path.read_text().splitlines())

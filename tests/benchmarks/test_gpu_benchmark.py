@@ -136,7 +136,7 @@ def test_without_a_gpu_it_refuses_and_names_the_way_out(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["gpu", "--quick", "--results", str(tmp_path)]) == 1
     assert "sees no CUDA device; --device cpu" in capsys.readouterr().err
-    assert main(["gpu", "--device", "meta"]) == 1
+    assert main(["gpu", "--device", "meta"]) == 2
     assert main(["gpu", "--device", "cpu", "--models", "resnet,nonsense"]) == 2
     assert "no model nonsense; gpu has resnet, gpt2, llama, t5" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -91,6 +91,15 @@ def test_a_line_that_was_cut_off_is_made_again_and_the_file_stays_whole(tmp_path
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_lines_that_are_no_results_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    Kept(path, ON).put("a", value=1)
+    with path.open("ab") as file:
+        file.write(b'\xff\xfe\n{"key": 5}\n[1]\n{"key": [[]], "date": "", "value": 1}\n{"key": ["b"]}\n' + b"[" * 9999)
+    again = Kept(path, ON)
+    assert (again.get("a"), again.count) == (1, 1)
+
+
 def fail() -> None:
     raise AssertionError("this value is kept")
 
@@ -182,6 +191,30 @@ def test_all_goes_on_with_the_benchmark_that_was_interrupted(
     assert main(["all", "--results", str(tmp_path), "--json"]) == 0
     assert ran == ["tutorial", "gpt", "gpt", "gpt", "peers"]
     assert list(json.loads(capsys.readouterr().out)) == ["tutorial", "gpt", "peers"]
+
+
+def test_all_writes_what_there_is_where_a_result_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Done:
+        def __init__(self, returncode: int) -> None:
+            self.returncode = returncode
+
+    def run(line: list[str], **_: object) -> Done:
+        if line[4] == "gpt" or (tmp_path / "lost").exists():
+            return Done(1)
+        (tmp_path / f"{line[4]}.json").write_text("{}")
+        return Done(0)
+
+    monkeypatch.setattr(every.subprocess, "run", run)
+    monkeypatch.setattr(every, "machine_header", lambda: {"torch": "2.13"})
+    monkeypatch.setattr(every, "IN_README", ("tutorial", "gpt", "peers"))
+    assert main(["all", "--results", str(tmp_path)]) == 1
+    (tmp_path / "peers.json").unlink()
+    (tmp_path / "lost").touch()
+    capsys.readouterr()
+    assert main(["all", "--results", str(tmp_path), "--json"]) == 1
+    assert list(json.loads(capsys.readouterr().out)) == ["tutorial"]
 
 
 # -- README -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.utils import parametrizations
 
 import autopar
 from autopar import CaptureError, Plan
+from autopar.capture.parameter_writes import assignments_refused
 from autopar.capture.program import capture
 
 
@@ -207,3 +209,32 @@ def test_weights_that_are_computed_anew_are_captured(how: Any) -> None:
     before = {name: t.clone() for name, t in model.state_dict().items()}
     capture(model, (torch.randn(8, 8),), {})
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_captures_in_several_threads_refuse_only_their_own_assignments() -> None:
+    """They end in another order than they began: none takes the watch away from the other."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    watched = [assignments_refused(model) for model in (first, second)]
+    found: list[str] = []
+
+    def assign(weight: nn.Parameter) -> None:
+        try:
+            weight.data = torch.zeros(2, 2)
+        except CaptureError as error:
+            found.append(str(error))
+
+    watched[0].__enter__()
+    other = threading.Thread(target=watched[1].__enter__)
+    other.start()
+    other.join()
+    assign(second.weight)
+    assert found == [], "the capture of this model is in another thread"
+    watched[0].__exit__(None, None, None)
+    watched[1].__exit__(None, None, None)
+    assert "data" not in vars(nn.Parameter)
+    with assignments_refused(first), assignments_refused(second):
+        assign(first.weight)
+        assign(second.weight)
+    assert len(found) == 2
+    assign(first.weight)
+    assert len(found) == 2

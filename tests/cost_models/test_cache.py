@@ -381,7 +381,7 @@ def test_a_value_of_another_shape_counts_as_missing(path: Path, wrong: Any, pars
 
 
 def test_times_that_are_none_count_as_missing(path: Path) -> None:
-    good = GraphTimes(2, 1, {"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 0.0}, 0.5, 0.25)
+    good = GraphTimes(2, 1, {"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 0.0}, 0.5, 0.25, accumulation={"a": 0.5})
     parse = partial(GraphTimes.from_json, nodes=["a", "b"])
     with MeasurementCache(path) as store:
         store.put("good", good.to_json())
@@ -391,9 +391,12 @@ def test_times_that_are_none_count_as_missing(path: Path) -> None:
             "negative": {"loss_forward": -1.0},
             "infinite": {"forward": {"a": math.inf, "b": 1.0}},
             "text": {"forward": {"a": "1", "b": 1.0}},
+            "accumulation": {"accumulation": {"c": 1.0}},
         }.items():
             store.put(name, {**good.to_json(), **changed})
-        assert store.get_many(["good", "others", "fewer", "negative", "infinite", "text"], parse) == {"good": good}
+        store.put("older", {name: value for name, value in good.to_json().items() if name != "accumulation"})
+        names = ["good", "others", "fewer", "negative", "infinite", "text", "accumulation", "older"]
+        assert store.get_many(names, parse) == {"good": good}
 
 
 def test_text_that_is_no_json_counts_as_missing(path: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from simulated_gpu import LAUNCH, OTHER, PRODUCT, LaunchClock, SimulatedGpu
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models import parse_devices
-from cost_models.measuring import timed_passes
+from cost_models.measuring import operator_times, timed_passes
 from cost_models.measuring.device_clock import CudaClock, DeviceClock, HostClock, device_clock
 from cost_models.measuring.operator_times import measure, measure_accumulate
 from cost_models.measuring.timed_passes import GraphRunner, TimedPass
@@ -50,6 +52,21 @@ def test_equal_layers_take_equal_seconds_forward_and_backward_on_a_device_that_w
     assert list(times.backward.values()) == pytest.approx([2 * PRODUCT] * LAYERS, abs=small)
     assert sum(times.forward.values()) + times.loss[0] == pytest.approx(times.totals[0], rel=0.05)
     assert sum(times.backward.values()) + times.loss[1] == pytest.approx(times.totals[1], rel=0.05)
+
+
+def test_adding_up_gradients_of_parameters_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, eight_equal_layers: fx.GraphModule
+) -> None:
+    """Of what is trained alone, among the seconds of the backward."""
+    first = next(iter(eight_equal_layers.parameters()))
+    first.requires_grad_(False)
+    gpu = SimulatedGpu()
+    times = timed(monkeypatch, eight_equal_layers, gpu, gpu)
+    own = dict(times.accumulation)
+    assert own.pop("_0") == 0.0
+    assert len(own) == LAYERS - 1
+    assert all(0 < seconds < times.backward[node] for node, seconds in own.items())
+    assert list(own.values()) == pytest.approx([OTHER + LAUNCH] * len(own), abs=2 * (OTHER + LAUNCH))
 
 
 def test_the_device_is_waited_for_only_at_the_ends_of_passes(
@@ -129,3 +146,27 @@ def test_equal_layers_take_equal_seconds_on_a_gpu() -> None:
     for seconds in (times.forward.values(), times.backward.values()):
         assert max(seconds) < 1.5 * min(seconds)
     assert measure_accumulate(device.torch_device) < 1e-9
+
+
+def test_gradients_that_are_added_up_come_from_memory_and_not_from_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is ten times as fast with what its cache of 64 MiB still holds."""
+    now, nbytes, held = 0.0, 1 << 24, dict[int, None]()  # held: addresses, the most recently used one last
+
+    class Cached(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal now
+            result = func(*args, **(kwargs or {}))
+            for tensor in (result, *args) if func is torch.ops.aten.add_.Tensor else (result,):
+                address = id(tensor.untyped_storage())
+                now += 1.0 if address in held else 10.0
+                held.pop(address, None)
+                held[address] = None
+                while len(held) > 4:
+                    held.pop(next(iter(held)))
+            return result
+
+    clock = SimpleNamespace(mark=lambda: now, wait=lambda: None, between=lambda start, end: end - start)
+    monkeypatch.setattr(operator_times, "device_clock", lambda device: clock)
+    with Cached():
+        found = measure_accumulate(torch.device("meta"), nbytes)
+    assert found * nbytes > 20.0  # two tensors that were not in the cache

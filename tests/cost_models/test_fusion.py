@@ -165,3 +165,13 @@ def test_operators_of_no_group_are_products_or_views(model: nn.Module) -> None:
     for node in set(fused.nodes) - grouped:
         kernels = fused.work(node).forward
         assert not kernels or any(kernel.kind in COMPUTE_KINDS for kernel in kernels)
+
+
+def test_operators_without_tensor_inputs_are_grouped_like_others() -> None:
+    class Shifted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.eye(32, device=x.device)
+
+    x = torch.zeros(32, 32, device=META)
+    fused = Fused(exported(Shifted(), x), x)
+    assert sorted(name for group in fused.names for name in group) == ["add", "eye"]

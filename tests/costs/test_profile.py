@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import InputError, Profile
+from autopar import Cluster, InputError, Profile
 from autopar.report.tables import WIDTH
 
 BATCH = 4
@@ -160,3 +160,8 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         autopar.profile("model", ["cpu"], example_args=())  # type: ignore[arg-type]
     with pytest.raises(InputError, match="target"):
         autopar.profile(nn.Linear(2, 2), ["cpu"], example_args=(torch.ones(2, 2),), loss_fn=nn.functional.mse_loss)
+
+
+def test_a_model_without_operators_is_refused() -> None:
+    with pytest.raises(InputError, match="runs no operators in this call, so there is nothing to profile"):
+        autopar.profile(nn.Identity(), Cluster.preset("2xH100"), example_args=(torch.randn(4, 8),))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
@@ -258,6 +259,16 @@ def test_devices_that_are_not_there_are_refused() -> None:
     assert result.exit_code == 2
     with pytest.raises(DeviceError, match="unknown device 'tpu'"):
         command.diagnose("tpu")
+
+
+def test_a_gpu_that_is_not_there_is_a_problem_beside_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(command, "this_machine", lambda: replace(ON_CPU, gpu_driver=True))
+    result = CliRunner().invoke(app, ["doctor", "--devices", "cuda:0, cuda:1"])
+    assert result.exit_code == 1
+    text = " ".join(result.stdout.split())
+    assert "problem: device 'cuda:0' is not there: PyTorch sees no CUDA device" in text
+    assert "torch is built without CUDA" in text
 
 
 @pytest.mark.slow

@@ -31,7 +31,16 @@ from autopar.planner.intra_op.solution import exchanges_within, whole_graph_shar
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import make_mesh
-from autopar.sharding.stage_sharding import Exchange, Passage, StageSharding, TensorRedistribution, parse_passage
+from autopar.sharding.stage_sharding import (
+    Exchange,
+    Passage,
+    StageSharding,
+    Stored,
+    TensorRedistribution,
+    parse_passage,
+    passage_text,
+    strategy_text,
+)
 from autopar.sharding.strategies import Strategy
 
 META = torch.device("meta")
@@ -332,3 +341,61 @@ def test_readers_of_sums_and_of_gradients_that_are_sums_get_their_own_parts(turn
         torch.testing.assert_close(output, x)
     (found[0].sum() + 2 * found[1].sum()).backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
+
+
+def with_strategies(
+    model: nn.Module, x: torch.Tensor, mesh: tuple[int, ...], wanted: dict[str, str], stored: dict[str, Stored]
+) -> tuple[Program, StageSharding]:
+    """`wanted`: by node."""
+    program = capture(model, (x,), {})
+    problem, _ = chosen(program, [x], len(x), mesh, 1.0, FAST)
+    fixed = {
+        name: next(s for s in problem.options[name].costs.strategies if strategy_text(s) == text)
+        for name, text in wanted.items()
+    }
+    keys = {node.name: key for node, key in operator_keys(program).items()}
+    return program, whole_graph_sharding(problem, problem.with_choices(fixed, stored), keys)
+
+
+def test_the_bias_of_rows_moves_for_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On replicas x tensor, as Megatron-LM cuts an MLP; its gradient is that of the plain model."""
+    model, x = Mlp(8).double(), torch.randn(8, 8, dtype=torch.float64)
+    rows = {"linear": "S0R RS0 RS0 -> S0S1", "linear_1": "S0S1 RS1 RP -> S0P"}
+    program, sharding = with_strategies(model, x, (2, 2), rows, {})
+    for_parameters = [e for e in sharding.exchanges if e.tensor.endswith(("weight", "bias"))]
+    assert {e.tensor for e in for_parameters} == {"up.weight", "up.bias", "down.weight", "down.bias"}
+    assert all(e.once for e in for_parameters)
+    of_bias = [one for one in sharding.redistributions if one.tensor == "down.bias"]
+    assert [passage_text(one.own) for one in of_bias] == ["RR > RP, back PR"]  # local, and not at all
+    pm = pipelined(model, one_stage(program, sharding, 4))
+    assert_same_step(model, pm, x, tolerance=1e-12)
+    _, ran, _ = ran_by(pm.stages[0], sharding.axes, leaves_of(pm, [x]), monkeypatch)
+    names = {node.name: str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
+    assert not [names[node] for node, passages in ran.items() if passages and node in names]
+
+
+class Reused(nn.Module):
+    """One layer, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+def test_every_reader_of_a_parameter_gathers_it_for_itself_as_it_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is whole only while one of them runs, which is what the peak counts."""
+    model, x = Reused().double(), torch.randn(8, 8, dtype=torch.float64)
+    by_samples = {"linear": "S0 R -> S0", "linear_1": "S0 R -> S0"}
+    cut = {"layer.weight": Stored((0,), (0,))}
+    program, sharding = with_strategies(model, x, (2,), by_samples, cut)
+    pm = pipelined(model, one_stage(program, sharding, 2))
+    assert_same_step(model, pm, x, tolerance=1e-12)
+    keys = {node.name: key for node, key in operator_keys(program).items()}
+    names = {node.name: keys.get(node.name, str(node.target)) for node in program.graph.nodes}
+    args = Counter[Any](), names, pm.stages[0], leaves_of(pm, [x]), monkeypatch
+    assert assert_runs_as_priced(sharding, *args) == 5  # two gathers, two scatters, and the caller's gather
+    of_weight = [e for e in sharding.exchanges if e.collective == "all_gather" and e.tensor == "layer.weight"]
+    assert len(of_weight) == 4

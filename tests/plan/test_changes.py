@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -97,6 +99,7 @@ def test_layers_in_a_row_and_single_operators_move() -> None:
         ("0", 0, "several modules are called '0': body.layers.0, body.layers.0.0"),
         ("layers.3", 2, r"there is no stage 2: stages are 0\.\.1"),
         ("layers.3", "0", "there is no stage '0'"),
+        (3, 0, "path must be the path of a module or the key of an operator, got 3"),
         ("body.layers.5/add#7", 0, "no operator of the plan runs in 'body.layers.5/add#7'"),
         (
             "layers.4",
@@ -108,7 +111,7 @@ def test_layers_in_a_row_and_single_operators_move() -> None:
         ("embed", 1, "'.*' is on stage 0, but it reads 'embed/linear#0'"),
     ],
 )
-def test_a_move_that_cannot_be_is_refused_with_what_is_near(path: str, stage: Any, said: str) -> None:
+def test_a_move_that_cannot_be_is_refused_with_what_is_near(path: Any, stage: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         priced().move(path, stage=stage)
 
@@ -177,12 +180,18 @@ def test_what_stays_as_it_is_is_the_same_plan() -> None:
         ({"n_microbatches": 9}, "n_microbatches is 9, but the batch has 8 samples"),
         ({"n_microbatches": 0, "schedule": "zigzag"}, "(?s)n_microbatches must be at least 1.*schedule must be one of"),
         ({"recompute": "ful"}, "recompute must be one of none, selective, full, selective-op, stage, got 'ful'"),
-        ({"recompute": {2: "full"}}, r"recompute names stage 2, but there are 0\.\.1"),
+        ({"recompute": {2: "full"}}, r"recompute names 2, but there are stages 0\.\.1"),
         ({"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),
-        (
-            {"zero": 1},
-            r"zero=1 cuts states over replicas.*which stage 0, 1 does not have; make the plan with Plan.by_hand",
-        ),
+        ({"zero": True}, "zero must be 0, 1, 2 or 3, got True"),
+        ({"zero": [1]}, r"zero must be 0, 1, 2 or 3, got \[1\]"),
+        ({"zero": 1}, "zero=1 cuts states over replicas, and no stage has any; make the plan with Plan.by_hand"),
+        ({"n_microbatches": "4"}, "n_microbatches must be a whole number, got '4'"),
+        ({"n_microbatches": 2.0}, "n_microbatches must be a whole number, got 2.0"),
+        ({"n_microbatches": True}, "n_microbatches must be a whole number, got True"),
+        ({"schedule": ["1f1b"]}, r"schedule must be one of gpipe, .*, got \['1f1b'\]"),
+        ({"recompute": 1}, "recompute must be one of .*, or by stage {0: 'full'}, got 1"),
+        ({"recompute": {0: ["full"]}}, r"recompute must be one of .*, got \['full'\]"),
+        ({"recompute": {"0": "full"}}, r"recompute names '0', but there are stages 0\.\.1"),
     ],
 )
 def test_decisions_that_contradict_each_other_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -198,10 +207,9 @@ def test_a_loaded_plan_changes_without_a_price_and_says_so() -> None:
     moved = loaded.move("layers.3", stage=0)
     assert (stage_of(moved, 3), moved.predicted_step_time) == ({0}, None)
     assert anew(moved).stages == priced().move("layers.3", stage=0).stages
-    with pytest.raises(
-        PlanError, match="zero can be changed in a plan that this process planned or priced for a cluster"
-    ):
+    with pytest.raises(PlanError, match="zero can be changed in a plan that this process planned or priced, because"):
         loaded.with_(zero=1)
+    assert loaded.with_(zero=0) is loaded, "nothing is cut"
 
 
 def test_a_split_by_hand_moves_modules_by_name() -> None:
@@ -292,3 +300,90 @@ def test_plans_of_devices_at_hand_are_priced_again_too() -> None:
         assert found.predicted_step_time is not None
         again = autopar.plan(model, ["cpu", "cpu"], plan=found, example_args=(x,))
         assert again.predicted_step_time == found.predicted_step_time
+
+
+# -- ZeRO of whole replicas, and at hand ------------------------------------------------------------------------------
+
+
+def replicated(n_microbatches: int, *stages: int) -> Plan:
+    """Layers 0-2 on stage 0 and 3-5 on stage 1, with so many replicas of each."""
+    names = iter(device.name for device in CLUSTER.devices)
+    devices = [[next(names) for _ in range(n)] for n in stages]
+    split = {"embed": 0, **{f"body.layers.{i}": i // 3 for i in range(6)}, "head": 1}
+    model, example = call()
+    plan = Plan.from_split(split, n_microbatches=n_microbatches, devices=devices)
+    return autopar.plan(model, CLUSTER, plan=plan, **example)
+
+
+def decided(plan: Plan) -> list[Any]:
+    """How stages are cut; the order of parameters is no decision."""
+    cut = [stage.sharding for stage in plan.stages]
+    return [None if one is None else (one.mesh, dict(one.texts[0]), dict(one.texts[1])) for one in cut]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_makes_a_mesh_of_the_replicas_of_a_stage_as_a_plan_by_hand_has_it(zero: int) -> None:
+    model, example = call()
+    found = replicated(4, 2, 2).with_(zero=zero)
+    expected = Plan.by_hand(model, CLUSTER, pipeline=2, data=2, micro_batch=2, zero=zero, **example)
+    assert found.n_microbatches == expected.n_microbatches == 2
+    assert decided(found) == decided(expected)
+    assert found.predicted_step_time == pytest.approx(expected.predicted_step_time, rel=1e-9)
+    assert [s.peak_memory for s in found.stages] == [s.peak_memory for s in expected.stages]
+    assert any("stage 1: its 2 replicas are a mesh" in note for note in found.notes)
+    assert [s.sharding and s.sharding.mesh for s in found.with_(zero=0).stages] == [(2,), (2,)], "it stays a mesh"
+
+
+def test_zero_leaves_a_stage_of_one_device_as_it_is() -> None:
+    found = replicated(4, 2, 1).with_(zero=1)
+    first, second = found.stages
+    assert first.sharding
+    assert (found.n_microbatches, first.sharding.mesh, second.sharding) == (4, (2,), None)
+    assert "S0" in dict(first.sharding.texts[1])["embed.weight"]
+    assert found.predicted_step_time is not None
+
+
+def test_replicas_that_cannot_share_out_a_micro_batch_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"stage 0 has 2 replicas, and 8 samples are no 8 micro-batches of a multiple"):
+        replicated(8, 2, 1).with_(zero=1)
+    whole = StageSharding.from_texts((2,), ("tensor",), {})
+    plan = Plan((Stage(tuple(device.name for device in CLUSTER.devices), sharding=whole),), 4, split=(("", 0),))
+    model, example = call()
+    with pytest.raises(PlanError, match="stage 0 has replicas of a whole mesh, along which no axis runs"):
+        autopar.plan(model, CLUSTER, plan=plan, **example).with_(zero=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_at_hand_zero_cuts_what_a_plan_by_hand_for_these_devices_cuts(zero: int) -> None:
+    model, example = call()
+    expected = Plan.by_hand(model, ["cpu", "cpu"], data=2, micro_batch=2, zero=zero, **example)
+    by_hand = Plan.by_hand(model, ["cpu", "cpu"], data=2, micro_batch=2, **example)
+    replicas = Plan.from_split({"": 0}, n_microbatches=4, devices=[["cpu:0", "cpu:1"]])
+    priced_replicas = autopar.plan(model, ["cpu", "cpu"], plan=replicas, **example)
+    searched = autopar.plan(model, ["cpu", "cpu"], max_replicas=1, tune=0, **example)
+    for plan in (by_hand, priced_replicas):
+        found = plan.with_(zero=zero)
+        assert (found.n_microbatches, found.devices) == (2, ("cpu:0", "cpu:1"))
+        assert decided(found) == decided(expected)
+        assert Plan.from_json(found.to_json()) == found
+    # What is priced by measurements moves tensors in the steps that were the fastest here.
+    moves = [
+        s.sharding.redistributions for plan in (by_hand.with_(zero=zero), expected) for s in plan.stages if s.sharding
+    ]
+    assert moves[0] == moves[1]
+    assert searched.with_(zero=0) is searched
+    with pytest.raises(PlanError, match="and no stage has any"):
+        searched.with_(zero=zero)
+
+
+@pytest.mark.slow
+def test_a_plan_by_hand_for_workers_does_not_keep_the_model() -> None:
+    model, x = mlp(), torch.randn(8, 16)
+    plan = Plan.by_hand(model, ["cpu", "cpu"], data=2, example_args=(x,))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(PlanError, match=r"the model that this plan was made for is gone; give it again: autopar.plan"):
+        plan.with_(zero=1)

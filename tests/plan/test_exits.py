@@ -354,7 +354,31 @@ def test_a_script_of_megatron_is_read() -> None:
         ("accelerate", {"tp_size": "two"}, "tp_size must be a whole number of at least 1, got 'two'"),
         ("accelerate", '{"distributed_type": "DEEPSPEED"}', "DEEPSPEED"),
         ("accelerate", "[1]", "list"),
-        ("deepspeed", '{"train_batch_size": "auto"}', "'auto' leaves it open"),
+        ("deepspeed", '{"train_batch_size": "many"}', "'auto' leaves it open"),
+        ("deepspeed", {"tensor_parallel": {"autotp_size": "2"}}, "autotp_size must be a whole number, got '2'"),
+        ("deepspeed", {"zero_optimization": {"stage": True}}, "stage must be 0, 1, 2 or 3, got True"),
+        ("deepspeed", {"zero_optimization": 2}, "zero_optimization must have settings by name, got 2"),
+        ("deepspeed", 3, "settings by name are needed, got int"),
+        ("deepspeed", "{}", "is this a configuration of DeepSpeed"),
+        ("megatron", "--train-iters 5", "is this a command line of Megatron-LM"),
+        ("megatron", '{"train_batch_size": 8}', "is this a command line of Megatron-LM"),
+        ("megatron", "--tensor-model-parallel-size '2", "the text is no command line: No closing quotation"),
+        ("megatron", [1], "a command line has words, got 1"),
+        ("megatron", 7, "a command line has words, got 7"),
+        ("torchtitan", "--train-iters 5", "is this a configuration of torchtitan"),
+        ("torchtitan", "--training.local_batch_size '1", "the text is no command line"),
+        ("torchtitan", '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"', "ac_option=2"),
+        ("accelerate", {}, "is this a ParallelismConfig"),
+        ("accelerate", "train_batch_size: 8", "is this a ParallelismConfig, or a file of accelerate"),
+        ("accelerate", {"distributed_type": "FSDP", "num_processes": "8"}, "num_processes must be a whole number"),
+        ("accelerate", {"num_processes": 8, "fsdp_config": 5}, "fsdp_config must have settings by name, got 5"),
+        (
+            "accelerate",
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
+            "fsdp_sharding_strategy=HYBRID_SHARD",
+        ),
+        ("schedule-csv", {"a": 1}, "the text of a CSV is needed, got dict"),
+        ("schedule-csv", "0F0,0B999999999", "1 stages and 1000000000 micro-batches need 1000000000 forwards"),
         ("deepspeed", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
         ("deepspeed", "{", "not JSON"),
         ("schedule-csv", "0F0,0B0\n1F0,0SEND_F0", "'0SEND_F0' is no action of computing"),
@@ -366,6 +390,71 @@ def test_a_script_of_megatron_is_read() -> None:
 def test_what_no_plan_by_hand_has_is_refused_by_name(tool: str, source: Any, why: str) -> None:
     with pytest.raises(PlanError, match=rf"(?s)no plan by hand expresses.*{why}"):
         degrees_for(tool, source)
+
+
+TITAN = """
+[training]
+local_batch_size = 2
+global_batch_size = 64
+[parallelism]
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 1
+enable_async_tensor_parallel = false
+[activation_checkpoint]
+mode = "full"
+"""
+YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: {reshard}
+  fsdp_activation_checkpointing: true
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "source", "wanted", "batch"),
+    [
+        ("megatron", {"tensor_model_parallel_size": 2, "--micro-batch-size": "4", "sequence_parallel": True}, {}, None),
+        ("megatron", "--tensor-model-parallel-size 2 --micro-batch-size 4 --sequence-parallel", {}, None),
+        ("torchtitan", TITAN, {"zero": 3, "recompute": "full", "data": 4, "tensor": 2, "micro_batch": 2}, 64),
+        (
+            "torchtitan",
+            {"parallelism": {"data_parallel_shard_degree": 4}, "activation_checkpoint.mode": "none"},
+            {"zero": 3, "recompute": "none", "data": 4, "tensor": 1},
+            None,
+        ),
+        ("accelerate", YAML.format(reshard="true"), {"data": 8, "zero": 3, "recompute": "full", "tensor": 1}, None),
+        ("accelerate", YAML.format(reshard="false"), {"data": 8, "zero": 2, "recompute": "full", "tensor": 1}, None),
+        ("accelerate", {"distributed_type": "MULTI_GPU", "num_processes": 4}, {"data": 4, "tensor": 1}, None),
+        (
+            "deepspeed",
+            {
+                "train_batch_size": "auto",
+                "train_micro_batch_size_per_gpu": "auto",
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}},
+                "bf16": {"enabled": "auto"},
+            },
+            {"zero": 2, "tensor": 1, "pipeline": 1},
+            None,
+        ),
+    ],
+)
+def test_configurations_are_read_in_each_form_that_their_tools_have(
+    tool: str, source: Any, wanted: dict[str, Any], batch: int | None
+) -> None:
+    if "distributed_type:" in str(source):
+        pytest.importorskip("yaml")
+    found = degrees_for(tool, source)
+    if tool == "megatron":
+        wanted = {"tensor": 2, "micro_batch": 4, "sequence_parallel": True, "pipeline": 1, "zero": 0}
+    assert {name: found.degrees.get(name) for name in wanted} == wanted
+    assert found.batch_size == batch
+    assert len(found.notes) == str(source).count("'auto'") - str(source).count("'enabled': 'auto'")
 
 
 def test_layers_that_torchtitan_would_share_out_itself_are_noted() -> None:

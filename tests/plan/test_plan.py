@@ -19,6 +19,7 @@ from autopar import InputError, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys
 from autopar.capture.program import Program, capture
 from autopar.plan.fingerprint import fingerprint
+from autopar.plan.recompute import Recompute
 from autopar.plan.stage import Stage
 
 
@@ -48,6 +49,19 @@ def captured(model: nn.Module, **inputs: torch.Tensor) -> Program:
         ({"a": 0}, {"n_microbatches": 0}, "n_microbatches.*0"),
         ({"a": 0}, {"schedule": "zigzag"}, "'zigzag'"),
         ({"a": 0, "b": 1}, {"recompute": [1, 2]}, "recompute names 2, but there are stages 0..1"),
+        ({"a": 0, "b": True}, {}, "'b': True"),
+        ({"a": 0, "b": 10**9}, {}, "no module is put on stage 1, 2, 3, 4; number the stages"),
+        ({0: 0}, {}, r"split has paths of modules, as in named_modules\(\), got \[0\]"),
+        ([("a", 0)], {}, "split must be a mapping from module paths to stages"),
+        ({"a": 0}, {"n_microbatches": "2"}, "n_microbatches must be a whole number, got '2'"),
+        ({"a": 0}, {"n_microbatches": None}, "n_microbatches must be a whole number, got None"),
+        ({"a": 0}, {"schedule": None}, "schedule must be one of .*, got None"),
+        ({"a": 0, "b": 1}, {"devices": "cpu:0,cpu:1"}, "devices must have one entry for each stage.*got 'cpu:0,cpu:1'"),
+        ({"a": 0}, {"devices": [0]}, "devices of stage 0 must be names such as 'cuda:0', got 0"),
+        ({"a": 0}, {"recompute": "ful"}, "recompute must be one of none, .*, got 'ful'"),
+        ({"a": 0}, {"recompute": 1}, "recompute must be one of .*, got 1"),
+        ({"a": 0}, {"recompute": {0: ["full"]}}, r"recompute must be one of .*, got \['full'\]"),
+        ({"a": 0}, {"selective": "0"}, r"selective must list stages, as in \[0, 1\], got '0'"),
     ],
 )
 def test_a_split_that_makes_no_plan_is_refused_naming_what_is_wrong(split: Any, options: Any, message: str) -> None:
@@ -58,6 +72,9 @@ def test_a_split_that_makes_no_plan_is_refused_naming_what_is_wrong(split: Any, 
 def test_the_stages_named_recompute() -> None:
     plan = Plan.from_split({"a": 0, "b": 1, "c": 2}, n_microbatches=2, recompute=[0, 2])
     assert [stage.recompute for stage in plan.stages] == [True, False, True]
+    every = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2, recompute="full", devices=[torch.device("cpu"), "x"])
+    assert [stage.mode for stage in every.stages] == [Recompute.FULL] * 2
+    assert every.stages[0].devices == ("cpu",)
 
 
 def test_a_path_that_no_module_has_is_refused_with_those_that_there_are() -> None:
@@ -204,9 +221,8 @@ def test_a_plan_made_for_other_parameters_is_refused_naming_some(change: dict[st
 
 def test_an_operator_whose_module_a_model_has_not_is_enough_to_refuse_it() -> None:
     plan = Plan((Stage(("a",), ("left.0/linear#0", "head.5/relu#0")), Stage(("b",), ("/sum#0", "tail/add#0"))), 2)
-    with pytest.raises(
-        PlanError, match=r"no modules 'head\.5', 'tail'; the plan says nothing about.*'left\.2', 'right\.0'"
-    ):
+    lost, bare = r"no modules 'head\.5', 'tail' \(did you mean 'head'\?\)", r"'left\.2', 'right\.0'"
+    with pytest.raises(PlanError, match=f"{lost}; the plan says nothing about.*{bare}"):
         plan.check_model(TwoTowers())
 
 

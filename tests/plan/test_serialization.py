@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from plans import hand_plans, plans, searched_plans
 from torch import nn
 
 import autopar
-from autopar import Plan, PlanError
+from autopar import Cluster, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys, replicable_nodes
 from autopar.capture.program import Program, capture
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
@@ -100,7 +101,7 @@ def full() -> Data:
             predicted_step_time=9.0,
             single_device_time=20.0,
             bubble=0.25,
-            transfers=(StageTransfer(0, 1, 4, 4, 0.1), StageTransfer(1, 2, 4, 4, 0.1)),
+            transfers=(StageTransfer(0, 1, 4, 4, 0.1), StageTransfer(1, 2, 4, 4, 0.2)),
             notes=("a reason",),
             objective=8.0,
             bound=8.0,
@@ -241,7 +242,7 @@ def test_a_file_with_stages_needs_operators_or_a_split() -> None:
     assert "no stage has operators; list them, or give a split of the modules" in complaint(data)
     split = {"a": 0, "b": 1, "c": 2}
     assert dict(Plan.from_json(json.dumps(data | {"split": split})).split) == split
-    alone = {"autopar_plan": "4.0", "stages": data["stages"][:1], "n_microbatches": 2}
+    alone = {"autopar_plan": "5.0", "stages": data["stages"][:1], "n_microbatches": 2}
     assert Plan.from_json(json.dumps(alone)).stages[0].operators == (), "the whole model"
 
 
@@ -272,7 +273,14 @@ def test_only_interleaved_stages_share_devices(schedule: str) -> None:
 def test_a_name_given_twice_is_reported_wherever_it_is() -> None:
     text = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2).to_json()
     text = text.replace('"b": 1', '"b": 1, "b": 0').replace('"schedule"', '"schedule": "gpipe", "schedule"')
-    with pytest.raises(PlanError, match=r"(?s)'b' appears twice.*'schedule' appears twice"):
+    with pytest.raises(PlanError, match=r"(?s)schedule appears twice.*split\.b appears twice"):
+        Plan.from_json(text)
+    text = (
+        Plan((Stage(("a",), ("0/x#0",)), Stage(("b",), ("1/x#0",))), 1)
+        .to_json()
+        .replace('["b"]', '["b"], "devices": []')
+    )
+    with pytest.raises(PlanError, match=r"stages\[1\]\.devices appears twice"):
         Plan.from_json(text)
 
 
@@ -285,12 +293,12 @@ def test_a_name_given_twice_is_reported_wherever_it_is() -> None:
         ("3", "not a plan"),
         ("[" * 100_000, "not a plan"),
         ("{}", "autopar_plan"),
-        ('{"autopar_plan": 99}', "version of the format, '4.0' or 2, got 99"),
-        ('{"autopar_plan": 1}', "version of the format, '4.0' or 2, got 1"),
-        ('{"autopar_plan": 2.0}', "version of the format, '4.0' or 2, got 2.0"),
-        ('{"autopar_plan": true}', "version of the format, '4.0' or 2, got True"),
-        ('{"autopar_plan": "3"}', "version of the format, '4.0' or 2, got '3'"),
-        ('{"autopar_plan": "5.0"}', "got '5.0'; a later autopar wrote this file; plan again"),
+        ('{"autopar_plan": 99}', "version of the format, '5.0' or 2, got 99"),
+        ('{"autopar_plan": 1}', "version of the format, '5.0' or 2, got 1"),
+        ('{"autopar_plan": 2.0}', "version of the format, '5.0' or 2, got 2.0"),
+        ('{"autopar_plan": true}', "version of the format, '5.0' or 2, got True"),
+        ('{"autopar_plan": "3"}', "version of the format, '5.0' or 2, got '3'"),
+        ('{"autopar_plan": "6.0"}', "got '6.0'; a later autopar wrote this file; plan again"),
         ('{"autopar_plan": 2}', "stages is missing"),
         ('{"autopar_plan": 2, "stages": [], "n_microbatches": 1}', "at least one stage"),
         ('{"autopar_plan": 2, "stages": 3, "n_microbatches": 1}', "stages must be a list, got 3"),
@@ -559,3 +567,34 @@ def priced_mlp() -> Plan:
     x = torch.randn(8, 16)
     priced = autopar.plan(mlp(), ["cpu", "cpu"], example_args=(x,), plan=split)
     return dataclasses.replace(priced, split=(), optimality="within 1 %", bound=1e-6)
+
+
+NAMES = ("first", "second", "third", "fourth")
+
+
+def named() -> nn.Sequential:
+    return nn.Sequential(OrderedDict((name, nn.Linear(16, 16)) for name in NAMES))
+
+
+@pytest.mark.parametrize(
+    ("operators", "said"),
+    [
+        (["third: linaer#0", "fourth: linear#0"], "stage 1 lists 'third/linaer#0', which the model does not have; did"),
+        (["third: linear#0", "forth: linear#0"], "it has no modules 'forth'; did you mean 'fourth'"),
+    ],
+)
+def test_a_misspelt_operator_or_module_is_refused_with_the_one_that_was_meant(operators: list[str], said: str) -> None:
+    call: dict[str, Any] = {"example_args": (torch.randn(8, 16),)}
+    cluster = Cluster.preset("2xH100")
+    split = Plan.from_split({"first": 0, "third": 1}, n_microbatches=2)
+    plan = dataclasses.replace(autopar.plan(named(), cluster, plan=split, **call), split=())
+    with pytest.raises(PlanError, match=re.escape(said)):
+        autopar.plan(named(), cluster, plan=edited(plan, put("stages", 1, "operators", operators)), **call)
+    mesh = {"mesh": {"data": 2}, "strategies": {"third/linaer#0": "S0 R R -> S0"}}
+    whole = Plan((Stage(plan.devices, tuple(f"{name}/linear#0" for name in NAMES)),), 2)
+    with pytest.raises(PlanError, match="stage 0 lists 'third/linaer#0', which the model does not have; did you mean"):
+        autopar.plan(named(), cluster, plan=edited(whole, put("stages", 0, "sharding", mesh)), **call)
+    more = put("stages", 1, "operators", ["third: linear#0 linear#1", "fourth: linear#0"])
+    found = autopar.plan(named(), cluster, plan=edited(plan, more), **call)
+    assert "the plan lists 'third/linear#1', which this call does not run" in found.notes
+    assert [stage.operators for stage in found.stages] == [stage.operators for stage in plan.stages]

@@ -95,13 +95,42 @@ def test_the_text_and_the_json_hold_every_plan() -> None:
     hand = Plan.by_hand(mlp(), cluster, tensor=2, **CALL)
     comparison = compared(cluster, auto=None, hand=hand)
     text = str(comparison)
-    for part in ("auto", "hand", "MFU", "bubble", "samples", "beside", "1 replica on meshes of 2"):
+    for part in ("auto", "hand", "MFU", "bubble", "samples", "against", "1 replica on meshes of 2"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
     rows = json.loads(comparison.to_json())["rows"]
     assert [row["name"] for row in rows] == ["auto", "hand"]
     assert rows[1]["seconds"] == pytest.approx(hand.predicted_step_time)
     assert {row["unit"] for row in rows} == {"samples/s"}
+
+
+def test_what_the_fastest_plan_decides_otherwise_is_said() -> None:
+    cluster = Cluster.preset("2xH100")
+    plans = {
+        "slow": Plan.by_hand(mlp(), cluster, pipeline=2, micro_batch=1, schedule="gpipe", recompute="stage", **CALL),
+        "fast": Plan.by_hand(mlp(), cluster, data=2, zero=1, **CALL),
+    }
+    comparison = compared(cluster, **plans)
+    assert comparison.fastest.name == "fast"
+    text = " ".join(str(comparison).split())
+    assert (
+        "It has 1 stage instead of 2; 1 micro-batch instead of 64; schedule 1f1b instead of gpipe; meshes: data 2; "
+        "ZeRO 1 instead of 0; no longer recomputes its whole forward in stage 0."
+    ) in text
+    data = json.loads(comparison.to_json())
+    assert data["fastest"] == "fast"
+    slow, fast = (row["fastest_does_otherwise"] for row in data["rows"])
+    assert fast == []
+    assert {"name": "micro-batches", "before": 64, "after": 1} in slow
+    assert {"name": "recompute", "stage": 0, "before": "stage", "after": "none"} in slow
+
+
+def test_equal_meshes_of_neighbouring_stages_are_counted() -> None:
+    cluster = Cluster.preset("4xH100")
+    hand = Plan.by_hand(mlp(), cluster, pipeline=2, tensor=2, micro_batch=16, **CALL)
+    other = Plan.by_hand(mlp(), cluster, pipeline=4, micro_batch=16, **CALL)
+    (meshes,) = (one for one in other.diff(hand).settings if one.name == "meshes")
+    assert (meshes.before, meshes.after) == (None, "tensor 2")
 
 
 def test_a_plan_for_other_devices_is_refused() -> None:

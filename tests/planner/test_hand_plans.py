@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import Cluster, Plan, PlanError
+from autopar import Cluster, InputError, Plan, PlanError
 from autopar.analysis.example import example_ahead, resized
 from autopar.options import PlanOptions
 from autopar.planner.hand_plan.by_hand import plan_by_hand
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.report.sharding import stored_words
+from cost_models.memory.optimizer_step import optimizer_step_temporaries
 
 HIDDEN, LENGTH, VOCABULARY, BATCH = 16, 6, 24, 8
 
@@ -237,12 +238,30 @@ def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> No
             [
                 "tensor must be a whole number of at least 1, got 0",
                 "are 10 devices, not 8",
-                "6 samples at a time, but the batch of 8 samples is no multiple of 6",
-                "makes 5 stages, but the model has 4 layers",
+                "6 samples at a time, but the batch of 8 samples is no multiple of 6; with data=2, micro_batch=2",
+                "makes 5 stages, but the model has 4 layers: some stages would have none; give at most 4 stages",
             ],
         ),
         ({"zero": 1, "pipeline": 4, "tensor": 2}, ["zero=1 cuts what replicas hold, and data=1 has no replicas"]),
-        ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor=1 has one"]),
+        ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor=1 has one; give tensor=2 or more"]),
+        (
+            {"tensor": 6, "data": 3, "recompute": "some", "launch": "slow", "precision": "fp7", "overlap": "most"},
+            [
+                "launch must be one of eager, compiled",
+                "precision must be one of fp32",
+                "overlap cannot be used",
+                "recompute must be one of none",
+                "are 18 devices, not 8; give degrees whose product it is",
+                "but the batch of 8 samples is no multiple of 3; give a divisor of 8 as data, such as 2",
+                "blocks.0.attention/scaled_dot_product_attention#0 has 4 heads, which tensor=6 devices cannot share",
+                "blocks.0.attention.query.weight of shape (16, 16) cannot be cut over tensor=6",
+                "give a divisor of one, such as 4",
+            ],
+        ),
+        (
+            {"tensor": 8, "data": 1, "precision": "bf16-mixed", "zero": 1},
+            ["precision='bf16-mixed' is for parameters in torch.bfloat16", "zero=1 cuts", "has 4 heads"],
+        ),
         ({"tensor": 8}, ["blocks.0.attention/scaled_dot_product_attention#0 has 4 heads", "such as 4"]),
     ],
 )
@@ -251,6 +270,26 @@ def test_everything_that_contradicts_is_said_at_once(degrees: dict[str, Any], te
         by_hand(Cluster.preset("8xH100"), **degrees)
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_what_is_wrong_with_a_step_alone_is_an_input_error() -> None:
+    with pytest.raises(InputError, match=r"^launch must be one of .*, got 'slow'$"):
+        by_hand(Cluster.preset("2xH100"), tensor=2, launch="slow")
+    with pytest.raises(InputError, match=r"^precision='bf16' is for parameters in"):
+        by_hand(Cluster.preset("2xH100"), tensor=2, precision="bf16")
+
+
+def test_mixed_stages_are_said_beside_other_contradictions() -> None:
+    with pytest.raises(PlanError) as caught:
+        by_hand(Cluster.preset("2xH100+2xT4"), tensor=4, zero=1)
+    assert "stage 0 would have devices of several types, H100, T4" in str(caught.value)
+    assert "zero=1 cuts what replicas hold" in str(caught.value)
+
+
+def test_batch_norm_needs_samples_enough_in_a_micro_batch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=r"batch norm needs 2 .*micro_batch=2 or more"):
+        Plan.by_hand(model, Cluster.preset("2xH100"), example_args=(torch.randn(4, 4),), pipeline=2, micro_batch=1)
 
 
 def test_a_model_that_mixes_samples_is_not_split_over_replicas() -> None:
@@ -264,6 +303,8 @@ def test_a_model_that_mixes_samples_is_not_split_over_replicas() -> None:
 
     with pytest.raises(PlanError, match=r"the batch cannot be split.*micro_batch=8"):
         Plan.by_hand(Clip(), Cluster.preset("2xH100"), example_args=(torch.randn(8, 8),), data=2)
+    plan = Plan.by_hand(Clip(), Cluster.preset("2xH100"), example_args=(torch.randn(8, 8),), pipeline=2)
+    assert plan.n_microbatches == 1
 
 
 @pytest.mark.slow
@@ -403,3 +444,36 @@ def test_zero_cuts_parameters_and_no_buffers() -> None:
     stored = dict(plan.stages[0].sharding.parameters)
     assert "head.weight" in stored
     assert "shift" not in stored
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"tensor": 4}, {"tensor": 2, "zero": 1}, {"tensor": 2, "pipeline": 2}])
+def test_the_peak_of_a_mesh_has_room_for_what_the_optimizer_holds_while_it_steps(degrees: dict[str, Any]) -> None:
+    """Where that is more than activations: few samples, many parameters. A fused step needs nothing besides."""
+    model, cluster = nn.Sequential(*(Wide() for _ in range(4))), Cluster.preset("4xH100")
+    example = (torch.zeros(4, 2, 256),)
+    foreach, fused = (
+        Plan.by_hand(model, cluster, example_args=example, optimizer="adamw", optimizer_step=how, **degrees)
+        for how in ("foreach", "fused")
+    )
+    for stage, other in zip(foreach.stages, fused.stages, strict=True):
+        states = (stage.optimizer_bytes or 0) // 8  # elements on a device, of two states each
+        held = optimizer_step_temporaries("adamw", [(states,)], implementation="foreach")
+        assert held > 0
+        resident = sum((stage.parameter_bytes or 0, stage.gradient_bytes or 0, stage.optimizer_bytes or 0))
+        assert stage.peak_memory == pytest.approx(resident + held, rel=1e-3)
+        assert (other.peak_memory or 0) < (stage.peak_memory or 0)
+    loaded = Plan.from_json(foreach.to_json())
+    assert [stage.step_bytes for stage in loaded.stages] == [stage.step_bytes for stage in foreach.stages]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))

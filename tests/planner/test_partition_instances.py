@@ -162,9 +162,8 @@ def test_a_folder_of_instances_is_solved_and_written_by_name(tmp_path: Path) -> 
 def test_without_instances_the_benchmark_is_skipped_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["partition_instances", "--instances", str(tmp_path / "nowhere")]) == 0
-    assert "skipped: no instances in" in capsys.readouterr().out
-    assert main(["partition_instances"]) == 0
+    assert main(["partition_instances", "--instances", str(tmp_path), "--results", str(tmp_path)]) == 0
+    assert f"skipped: there is nothing to run in {tmp_path}; give --instances DIR" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -202,3 +202,35 @@ def test_a_plans_own_numbers_give_the_step_that_was_predicted(schedule: str) -> 
     assert step is not None
     assert step.timeline().step_time == pytest.approx(plan.predicted_step_time)
     assert step.timeline().bubble == pytest.approx(plan.bubble)
+
+
+@pytest.mark.parametrize(("m", "replicas"), [(1, 1), (4, 1), (2, 2), (4, 2)])
+def test_the_first_micro_batch_of_every_replica_adds_its_gradients_to_none(m: int, replicas: int) -> None:
+    """So a step takes as much less as one accumulation, from costs and from the plan's file."""
+    plan = Plan((Stage(tuple(f"cpu:{i}" for i in range(replicas))),), m, "gpipe")
+    costs, added = line_of(0.4, 0.2), np.array([0.05, 0.01])
+    tables = tuple(dataclasses.replace(table, accumulation=added) for table in costs.tables)
+    before, after = (
+        predict(one, plan, {"n0": 0, "n1": 0}, INSIDE) for one in (costs, dataclasses.replace(costs, tables=tables))
+    )
+    assert before.predicted_step_time is not None
+    assert after.predicted_step_time == pytest.approx(before.predicted_step_time - added.sum())
+    assert before.single_device_time is not None
+    assert after.single_device_time == pytest.approx(before.single_device_time - added.sum())
+    saved = step_of_plan(Plan.from_json(after.to_json()))
+    assert saved is not None
+    assert saved.timeline().step_time == pytest.approx(after.predicted_step_time)
+
+
+@pytest.mark.parametrize("slower", [0, 1])
+def test_a_stage_before_the_slowest_one_ends_with_a_micro_batch_that_adds_up_gradients(slower: int) -> None:
+    """GPipe: the slowest stage waits for the first backward of a later stage, and an earlier one ends with its last."""
+    costs, added = line_of(*((0.4, 0.2) if slower == 0 else (0.2, 0.4))), np.array([0.05, 0.01])
+    tables = tuple(dataclasses.replace(table, accumulation=added) for table in costs.tables)
+    stage_of, m = {"n0": 0, "n1": 1}, 4
+    before, after = (
+        predict(one, two_stages(m), stage_of, INSIDE) for one in (costs, dataclasses.replace(costs, tables=tables))
+    )
+    assert before.predicted_step_time is not None
+    less = added.sum() if slower == 0 else added[1]
+    assert after.predicted_step_time == pytest.approx(before.predicted_step_time - less)

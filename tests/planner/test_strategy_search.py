@@ -19,10 +19,10 @@ from autopar.capture.program import capture
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.gradient_reduction import BUCKET
 from autopar.planner.intra_op.sharding_task import ShardingTask
-from autopar.planner.intra_op.strategy_search import Sharding, choose
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, choose
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import Mesh, make_mesh
-from autopar.sharding.stage_sharding import Stored
+from autopar.sharding.stage_sharding import Stored, strategy_text
 from cost_models import Cluster
 
 META = torch.device("meta")
@@ -284,6 +284,26 @@ def test_the_gradient_of_a_tied_weight_is_reduced_once_and_not_for_every_reader(
     moving = sum(c.seconds / (m if c.once else 1) for c in found.collectives)
     kernels = sum(work.forward + work.backward for work in found.work.values())
     assert found.seconds == pytest.approx(kernels + moving)
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_the_bias_of_rows_is_reduced_over_replicas_once_a_step(m: int) -> None:
+    """Only the first device of a row counts it, and each has its whole gradient: none moves for a micro-batch."""
+    cluster, width = Cluster.preset("4xH100"), 256
+    x = torch.empty(4, 64, width, device=META)
+    task = task_of(on_meta(lambda: Mlp(width)), 4, x, cluster=cluster, n_microbatches=m)
+    mesh = over(cluster, 2, 2)
+    problem = ShardingProblem(task, mesh)
+    wanted = {"linear": "S0R RS0 RS0 -> S0S2", "linear_1": "S0S2 RS1 RP -> S0P"}
+    fixed = {
+        name: next(s for s in problem.options[name].costs.strategies if strategy_text(s) == text)
+        for name, text in wanted.items()
+    }
+    found = problem.solve(math.inf, fixed)
+    assert all(one.once for one in found.collectives if one.moves != "activation")
+    (reduced,) = (one for one in found.collectives if one.tensor == "down.bias")
+    assert [(step.collective, step.axis, step.nbytes) for step in reduced.steps] == [("all_reduce", 0, width * 4)]
+    assert reduced.seconds == pytest.approx(width * 4 / BUCKET * mesh.seconds("all_reduce", BUCKET, 0, cluster))
 
 
 def test_small_parameters_share_the_latency_of_a_bucket() -> None:

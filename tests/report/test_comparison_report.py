@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
 from report_plans import Page, priced
 
-from autopar import Comparison, Plan, Profile
+from autopar import Comparison, InputError, Plan, Profile
 from autopar.costs.profile import Cost, Pass
 from autopar.plan.step_work import StepWork
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
@@ -56,7 +57,7 @@ def test_a_measured_comparison_shows_every_row_and_the_winner(tmp_path: Path) ->
     assert report.verdict.lower() == f"{verdict_text(comparison)}.".lower()
     assert comparison.verdict.winner == NAMES[0]
     assert "<b>one" not in (tmp_path / "r.html").read_text()
-    assert page.figures["beside one device"][0] == "2.00x"
+    assert page.figures["speed-up over one device"][0] == "2.00x"
 
 
 def test_utilisation_is_shown_where_the_peaks_are_known_and_the_missing_data_sheet_otherwise(tmp_path: Path) -> None:
@@ -112,7 +113,35 @@ def test_a_profile_shows_modules_operators_passes_and_links(tmp_path: Path) -> N
     profile = Profile(8, True, ("CPU",), operators, modules, passes, links, None, graph)
     report = profile.report()
     page = page_of(report, tmp_path)
-    assert page.figures["slowest operator"] == ["75.0%", "net.0/linear#0: 9 ms"]
+    assert page.figures["slowest operator"] == ["75.0%", "net.0 linear: 9 ms"]
     for part in ("net.<i>1/gelu#0", "667 samples/s", "by reference", "linear 9 ms", "optimizer="):
         assert part in page.text
     assert "take 12 ms on CPU" in report.verdict
+
+
+def a_profile() -> Profile:
+    cost = Cost("", 1, 1000, 2000, 3000, {"CPU": 0.1}, {"CPU": 0.2})
+    passes = (Pass("CPU", 1, 8, 0.004, 0.008),)
+    return Profile(
+        8, True, ("CPU",), (dataclasses.replace(cost, name="/mm#0"),), (cost,), passes, {}, None, nx.DiGraph()
+    )
+
+
+@pytest.mark.parametrize("result", [measured(FASTER, SLOWER), planned(0.31, 0.62), a_profile()])
+def test_what_calls_return_is_shown_in_notebooks_and_saved(result: Any, tmp_path: Path) -> None:
+    """Like a report of its own."""
+    report = result.report()
+    assert result._repr_html_() == report._repr_html_()
+    assert result.save(tmp_path / "a.html") == tmp_path / "a.html"
+    report.save(tmp_path / "b.html")
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+    command = "autopar compare 'my model:make' --html <b>.html"
+    assert command in page_of(result.report(command=command), tmp_path).text
+    with pytest.raises(InputError, match="no step to trace"):
+        report.trace(tmp_path / "t.json")
+
+
+def test_a_plan_that_was_not_compared_is_named_with_those_that_were() -> None:
+    for comparison in (measured(FASTER, SLOWER), planned(0.31, 0.62)):
+        with pytest.raises(KeyError, match="there is no plan 'mine'; known are <b>one</b>, another & more"):
+            comparison["mine"]

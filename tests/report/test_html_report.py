@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,15 +16,17 @@ from report_plans import Page, priced
 from rich.console import Console
 
 from autopar import Plan, Report
-from autopar.errors import InputError
-from autopar.plan.stage import Stage
+from autopar.errors import InputError, PlanError
+from autopar.plan.stage import RunnerUp, Stage
 from autopar.plan.step_work import StepWork
 from autopar.planner.device_memory import device_memory
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.plan_report.build import plan_report
 from autopar.report.plan_report.subject import Subject
+from autopar.report.plan_report.verdict import verdict
 from autopar.report.tables import WIDTH
 from autopar.runtime.step_profile import MeasuredAction, StageStep, StepProfile
+from autopar.sharding.stage_sharding import StageSharding, Stored
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)>" onload="alert(3)'
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "MB": 1e6, "GB": 1e9, "%": 0.01, "days": 86400.0, "hours": 3600.0}
@@ -102,7 +106,7 @@ def test_the_first_screen_shows_the_numbers_of_the_plan(tmp_path: Path) -> None:
         "model FLOPs utilisation": (plan.work.least_time or 0) / step,
         "time per 1T tokens": 1e12 / (plan.work.tokens or 1) * step,
         "price per 1T tokens": 1e12 / (plan.work.tokens or 1) * step / 3600 * len(plan.devices) * 2.0,
-        "beside one device": (plan.single_device_time or 0) / step,
+        "speed-up over one device": (plan.single_device_time or 0) / step,
     }
     assert {name: number(figures[name][0]) for name in expected} == pytest.approx(expected, rel=0.006)
     memory = figures["memory"][0]
@@ -135,6 +139,14 @@ def test_time_and_price_of_an_epoch_follow_the_size_of_the_data_set(tmp_path: Pa
     assert number(figures["price per epoch"][0]) == pytest.approx(seconds / 3600 * 8 * 3.0, rel=0.006)
 
 
+def test_a_step_without_tokens_shows_the_time_and_price_of_samples(tmp_path: Path) -> None:
+    plan = priced(work=StepWork(None, 8e12))
+    figures = page_of(plan.report(price_per_device_hour=3.0), tmp_path).figures
+    seconds = 1e6 / (plan.batch_size or 1) * (plan.predicted_step_time or 0)
+    assert number(figures["time per 1M samples"][0]) == pytest.approx(seconds, rel=0.006)
+    assert number(figures["price per 1M samples"][0]) == pytest.approx(seconds / 3600 * 8 * 3.0, rel=0.006)
+
+
 def test_a_slow_machine_shows_the_time_of_fewer_tokens(tmp_path: Path) -> None:
     plan = priced(predicted_step_time=60.0)
     seconds = 1e9 / (16 * 4096) * 60.0
@@ -142,8 +154,19 @@ def test_a_slow_machine_shows_the_time_of_fewer_tokens(tmp_path: Path) -> None:
     assert number(figures["time per 1B tokens"][0]) == pytest.approx(seconds, rel=0.006)
 
 
-@pytest.mark.parametrize("wrong", [{"samples_per_epoch": 0}, {"price_per_device_hour": float("nan")}])
-def test_sizes_and_prices_must_be_positive_numbers(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples_per_epoch": 0},
+        {"samples_per_epoch": True},
+        {"price_per_device_hour": float("nan")},
+        {"price_per_device_hour": "2"},
+        {"currency": None},
+        {"search": "yes"},
+        {"command": ["autopar", "plan"]},
+    ],
+)
+def test_what_a_report_is_asked_for_is_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         priced().report(**wrong)
 
@@ -177,6 +200,18 @@ def test_what_a_plan_does_not_know_is_said_in_its_section(tmp_path: Path) -> Non
     assert not re.search(r"\d (ms|GB)", text), "nothing is made up"
 
 
+def test_collectives_are_drawn_apart_from_computing(tmp_path: Path) -> None:
+    plan = priced()
+    page = page_of(plan.report(), tmp_path)
+    assert "collectives of stage 0, micro-batch 0: 400 us" in page.text
+    spans = [one for tag, one in page.tags if tag == "rect" and "x" in one and one["height"] == "20"]
+    step = step_of_plan(plan)
+    assert step is not None
+    timeline = step.timeline()
+    width = sum(float(one["width"] or 0) for one in spans) / 1000 * timeline.step_time
+    assert width == pytest.approx(sum(timeline.busy), rel=1e-3), "both parts of an action, and what comes once a step"
+
+
 def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path: Path) -> None:
     plan = priced()
     stages = tuple(
@@ -188,6 +223,8 @@ def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path: Path) -> Non
     page = page_of(report, tmp_path)
     assert number(page.figures["step time"][0]) == pytest.approx(0.4)
     assert "predicted 310 ms (-22.5%)" in page.figures["step time"][1]
+    assert "The measured step, over all micro-batches" in page.text
+    assert "40 ms" in page.text, "what the stages took"
     measured = [label for label in page.attributes("aria-label") if ", measured:" in label]
     predicted = [label for label in page.attributes("aria-label") if ", predicted:" in label]
     assert len(measured) == len(predicted) == 2
@@ -219,6 +256,24 @@ def test_text_and_page_show_the_same_figures(tmp_path: Path) -> None:
     assert "\x1b[1m" in shown.get(), "rich shows headings in bold"
 
 
+def test_a_wide_terminal_shows_wider_tables() -> None:
+    """What 80 columns have no room for is shown in 120; no line is longer than the terminal."""
+    stages = tuple(dataclasses.replace(stage, optimizer_time=0.01) for stage in priced().stages)
+    report = priced(stages=stages).report()
+    shown = {}
+    for width in (80, 100, 120, 200):
+        console = Console(width=width, file=io.StringIO(), color_system=None)
+        console.print(report)
+        shown[width] = console.file.getvalue()  # type: ignore[attr-defined]
+        assert max(map(len, shown[width].splitlines())) <= min(width, 120)
+    assert shown[80].rstrip().splitlines() == str(report).splitlines(), "what print() shows"
+    assert "columns left out" in shown[80]
+    assert shown[120].count("columns left out") < shown[80].count("columns left out")
+    assert shown[120] == shown[200]
+    for value, *_ in Page(report._repr_html_()).figures.values():
+        assert value in shown[120]
+
+
 def test_a_section_can_be_shown_alone() -> None:
     report = priced().report()
     assert [section.title for section in report.only("Memory", "Stages").sections] == ["Memory", "Stages"]
@@ -248,3 +303,60 @@ def test_the_legend_of_many_devices_stays_short(replicas: int, microbatches: int
     lanes = sum(tag == "svg" for tag, _ in page.tags)
     assert lanes <= 24
     assert lanes == len(names) or "replica" in page.text
+
+
+def test_idle_devices_with_one_reason_share_a_line() -> None:
+    names = tuple(f"cuda:{i}" for i in range(400))
+    plan = Plan((Stage(names[:1], ("net/linear#0",), 0.01, 0.02),), 1, "1f1b", 4, names, predicted_step_time=0.03)
+    plan = dataclasses.replace(plan, runners_up=(RunnerUp("another", 0.04),))
+    text = " ".join(str(plan.report().only("Runners-up")).split())
+    assert text.count("nothing to do") == 1
+    assert "cuda:1 .. cuda:399 (399) have nothing to do" in text
+
+
+def mixed(n_in_parts: int) -> Plan:
+    """Two meshes of two devices, which cut the samples of all operators, and some of eight matrices."""
+    keys = tuple(f"layers.{i}/linear#0" for i in range(8))
+    sharding = StageSharding(
+        (2,),
+        ("model",),
+        strategies=tuple((key, (((0,), (-1,)), ((0,),))) for key in keys),
+        parameters=tuple(
+            (f"layers.{i}.weight", Stored(((0,) if i < n_in_parts else (-1,)), (0,), False)) for i in range(8)
+        ),
+    )
+    stage = Stage(("cuda:0", "cuda:1", "cuda:2", "cuda:3"), keys, 0.01, 0.02, sharding=sharding)
+    return Plan((stage,), 4, "1f1b", 16, stage.devices, predicted_step_time=0.1)
+
+
+def test_a_mesh_that_cuts_samples_and_parameters_is_not_called_data_parallel() -> None:
+    assert verdict(mixed(1)).startswith("Data parallel 4, ZeRO-1"), "a head alone may be cut"
+    text = verdict(mixed(4))
+    assert text.startswith(
+        "Data parallel 2 x a mesh of 2 devices that split samples or parameters, operator by operator"
+    )
+    with pytest.raises(PlanError, match="some operators cut samples, and others parameters"):
+        mixed(4).to_megatron_args()
+
+
+def test_a_schedule_without_times_is_drawn_with_few_of_many_micro_batches() -> None:
+    plan = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2000)
+    text = str(plan.report().only("Timeline of one step"))
+    assert "with 32 of 2,000" in " ".join(text.split())
+    assert len(text) < 5000
+    assert "B31" in text
+
+
+def test_a_measured_step_without_predictions_says_that_nothing_was_predicted() -> None:
+    plan = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+    stages = tuple(StageStep(s, f"cpu:{s}", 2, 0.1, 0.0, 0.2, 0.0, None, None) for s in range(2))
+    actions = tuple(MeasuredAction("F", s, 0, f"cpu:{s}", ((0.1 * s, 0.1 * s + 0.1),)) for s in range(2))
+    report = plan_report(Subject(plan, StepProfile(0.6, None, 8, 2, "1f1b", stages, False, actions)))
+    text = " ".join(str(report).split())
+    for part in (
+        "measured, 8 samples",
+        "nothing was predicted",
+        "what its devices hold, and what bounds it, is unknown",
+    ):
+        assert part in text
+    assert "400 ms of the measured step are outside of these actions" in text

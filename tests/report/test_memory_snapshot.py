@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import pickletools
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -136,3 +138,29 @@ def test_a_plan_without_memory_or_with_numbers_that_contradict_each_other_is_ref
     stages = tuple(replace(stage, peak_memory=500) for stage in replicated().stages)
     with pytest.raises(InputError, match=r"stage 0 has 200 bytes of weights and .* of activations at once, but a peak"):
         replace(replicated(), stages=stages).memory_snapshot(tmp_path / "m")
+
+
+# What the unpickler of memory_viz's page knows (torch/utils/viz/MemoryViz.js, 2026).
+OPCODES = {
+    *("APPENDS", "BINGET", "BININT", "BININT1", "BININT2", "EMPTY_DICT", "EMPTY_LIST", "FRAME", "LONG1", "LONG_BINGET"),
+    *("MARK", "MEMOIZE", "PROTO", "SETITEMS", "SHORT_BINUNICODE", "STOP", "TUPLE2", "APPEND", "NEWFALSE", "BINPUT"),
+    *("BINUNICODE", "EMPTY_TUPLE", "NEWTRUE", "NONE", "BINFLOAT", "TUPLE", "TUPLE1", "TUPLE3", "LONG_BINPUT", "LIST"),
+    *("DICT", "SETITEM"),
+}
+
+
+def test_the_page_of_memory_viz_can_read_the_file(tmp_path: Path) -> None:
+    """Its opcodes and protocol; its numbers are doubles, also for the addresses of a thousand devices."""
+    names = tuple(f"cuda:{i}" for i in range(1024))
+    numbers = {"forward_time": 0.01, "backward_time": 0.02, "parameter_bytes": 101, "activation_bytes": 307}
+    numbers |= {"peak_memory": 5001, "gradient_bytes": 103, "optimizer_bytes": 211}
+    stage = Stage(names, ("0/mm#0",), **numbers)  # type: ignore[arg-type]
+    plan = Plan((stage,), 1024, "1f1b", 1024)
+    found = snapshot(plan, tmp_path)
+    written = list(pickletools.genops((tmp_path / "m.pickle").read_bytes()))
+    assert {opcode.name for opcode, _, _ in written} <= OPCODES
+    assert [argument for opcode, argument, _ in written if opcode.name == "PROTO"] in ([2], [3], [4])
+    addresses = [event["addr"] + event["size"] for trace in found["device_traces"] for event in trace]
+    assert max(addresses) < 2**53
+    starts = sorted((one["address"], one["total_size"]) for one in found["segments"])
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(starts)), "devices have addresses of their own"

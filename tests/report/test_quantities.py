@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.report.quantities import duration_text, rate_text, seconds_text, share_of_text, size_text, ticks
+from autopar.report.quantities import duration_text, percent, rate_text, seconds_text, share_of_text, size_text, ticks
 
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0, "years": 31557600.0}
 BYTES = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
@@ -38,6 +38,11 @@ def test_a_part_names_its_unit_where_the_whole_has_another() -> None:
     assert share_of_text(612e6, None) == "612 MB"
     assert (size_text(None), size_text(0), seconds_text(None), seconds_text(0)) == ("unknown", "0", "unknown", "0 s")
     assert rate_text(4_090_000, "tokens") == "4.09 million tokens/s"
+
+
+def test_no_share_has_a_sign_for_nothing() -> None:
+    assert [percent(x, "+") for x in (0.0, -0.0, -0.0004, 0.0004, -0.0006)] == ["0.0%", "0.0%", "0.0%", "0.0%", "-0.1%"]
+    assert percent(0.123) == "12.3%"
 
 
 @given(st.floats(1e-6, 1e4))

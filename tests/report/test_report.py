@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.costs.python_overhead import ACTION_OVERHEAD
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 from autopar.plan.plan import Plan
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.report.plan import module_ranges, plan_text
@@ -102,7 +102,15 @@ def test_a_plan_made_by_hand_prints_its_split_and_no_invented_numbers() -> None:
 
 def test_a_report_without_a_plan_says_so() -> None:
     pm = autopar.parallelize(nn.Linear(2, 2), "cpu,cpu")
-    assert "no plan yet" in str(pm.report())
+    assert "No plan yet" in str(pm.report())
+
+
+def test_a_misspelt_argument_of_a_report_is_named() -> None:
+    pm = autopar.parallelize(nn.Linear(2, 2), "cpu,cpu")
+    with pytest.raises(InputError, match="report has no option 'price_per_hour'; did you mean price_per_device_hour"):
+        pm.report(price_per_hour=2)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match="samples_per_epoch must be"):
+        pm.report(samples_per_epoch=-1)
 
 
 def test_a_report_draws_the_timeline_of_the_plans_own_times() -> None:

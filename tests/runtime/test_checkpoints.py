@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -127,6 +129,53 @@ def test_a_damaged_checkpoint_is_skipped_and_said(tmp_path: Path, how: str) -> N
     shutil.rmtree(tmp_path / "step-00000001")
     with pytest.warns(autopar.AutoparWarning, match="there is no earlier one, so nothing is loaded"):
         assert autopar.load(tmp_path, model, required=False) is None
+
+
+@pytest.fixture(scope="module")
+def of_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of step 1 are 1, those of step 2 are 2."""
+    folder, model = tmp_path_factory.mktemp("two"), nn.Linear(2, 2)
+    for step in (1, 2):
+        nn.init.constant_(model.weight, step)
+        autopar.save(folder, model, step=step)
+    return folder
+
+
+FILES = ["__0_0.distcp", ".metadata", "manifest.json"]
+
+
+@given(
+    st.sampled_from(FILES),
+    st.floats(0, 1, exclude_max=True),
+    st.sampled_from(["flip", "byte", "cut"]),
+    st.integers(1, 255),
+)
+def test_a_damage_anywhere_is_noticed_or_harmless(
+    of_two_steps: Path, tmp_path_factory: pytest.TempPathFactory, name: str, place: float, how: str, value: int
+) -> None:
+    """One bit or byte of a file differs, or its end is missing. The manifest has words that nobody reads."""
+    folder = tmp_path_factory.mktemp("damaged") / "runs"
+    shutil.copytree(of_two_steps, folder)
+    path = folder / "step-00000002" / name
+    content = bytearray(path.read_bytes())
+    at = int(place * len(content))
+    if how == "cut":
+        content = content[:at]
+    else:
+        content[at] ^= value if how == "byte" else 1 << value % 8
+    path.write_bytes(content)
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = autopar.load(folder, model)
+    assert found is not None
+    said = [str(one.message) for one in caught if "step-00000002 (" in str(one.message)]
+    assert found.step == (1 if said else 2)
+    assert bool((model.weight == found.step).all())
+    if name != "manifest.json":
+        assert name in said[0]
+    assert said or how != "cut"
+    shutil.rmtree(folder)
 
 
 def test_a_directory_without_checkpoints(tmp_path: Path) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
-from autopar import Comparison, InputError, Plan, PlanError
+from autopar import Cluster, Comparison, InputError, Plan, PlanError
 from autopar.report.tables import WIDTH
 from autopar.runtime.memory_watch import MemoryWatch
 from cost_models import parse_devices
@@ -219,6 +220,29 @@ def test_what_does_not_fit_is_refused() -> None:
         autopar.compare(
             model, ["cpu"], {"two": Plan.from_split({"body": 0, "head": 1}, n_microbatches=1)}, example_args=(x,)
         )
+
+
+@pytest.mark.parametrize(
+    ("plans", "systems", "message"),
+    [
+        ({"one device": None}, (), "'one device' is the name of another row"),
+        ({"DDP": None}, ("DDP",), "'DDP' is the name of another row"),
+        ({"mine": "plan.json"}, (), "'mine' must be a Plan, or None for a search, got str; Plan.load reads a file"),
+        ({"": None}, (), "names must be texts, got ''"),
+        ({1: None}, (), "names must be texts, got 1"),
+        ([None], (), "plans must be a dict of names and plans, got list"),
+    ],
+)
+def test_plans_that_are_none_or_have_a_name_of_another_row_are_refused(
+    plans: Any, systems: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        autopar.compare(Choosing(), ["cpu"], plans, example_args=(torch.randn(4, 6),), systems=systems)
+
+
+def test_a_comparison_of_nothing_on_a_cluster_is_refused() -> None:
+    with pytest.raises(InputError, match="there is nothing to compare"):
+        autopar.compare(Choosing(), Cluster.preset("2xH100"), {}, example_args=(torch.randn(4, 6),))
 
 
 class _SaysThreads(nn.Linear):

@@ -158,6 +158,7 @@ class Failing:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_anew")
 def test_answers_of_a_failed_request_are_not_taken_for_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes_room, "_PATIENCE", 1.0)
     with Processes(Failing, 2) as processes:

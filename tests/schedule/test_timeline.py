@@ -50,7 +50,11 @@ def test_memory_over_time_is_what_the_events_hold(case: Case, data: st.DataObjec
     m = case.schedule.n_microbatches
     sizes = st.integers(0, 50)
     memory = [
-        StageMemory(*[data.draw(sizes) for _ in range(3)], tuple(data.draw(sizes) for _ in range(m)), data.draw(sizes))
+        StageMemory(
+            *[data.draw(sizes) for _ in range(3)],
+            tuple(data.draw(sizes) for _ in range(m)),
+            *[data.draw(sizes) for _ in range(2)],
+        )
         for _ in case.stages
     ]
     timeline = simulate(case.schedule, case.stages, case.transfers, memory=memory, barrier=case.barrier)
@@ -61,6 +65,8 @@ def test_memory_over_time_is_what_the_events_hold(case: Case, data: st.DataObjec
         steps = timeline.memory(slot)
         stages = case.schedule.stages_of(slot)
         resident = sum(memory[s].parameters + memory[s].gradients + memory[s].optimizer for s in stages)
+        finishes = [finish for finish in timeline.finishes if finish.slot == slot]
+        steps_at = [max(getattr(f, end) for f in finishes) for end in ("reduced", "end")] if finishes else [0.0, 0.0]
         assert steps[0][0] == 0
         assert steps[-1][1] == resident
         assert [time for time, _ in steps] == sorted(time for time, _ in steps)
@@ -70,6 +76,8 @@ def test_memory_over_time_is_what_the_events_hold(case: Case, data: st.DataObjec
             if now == then:
                 continue
             expected = resident
+            if steps_at[0] <= now < steps_at[1]:
+                expected += sum(memory[s].step for s in stages)
             for action, event in events.items():
                 if event.slot != slot:
                     continue

@@ -227,11 +227,19 @@ def most_groups(problem: Problem, counts: tuple[int, ...]) -> int:
 
 
 def needed_bytes(problem: Problem, stages: Stages, index: int, groups: int) -> float:
-    stage, share = stages[index], problem.bytes_share
+    stage = stages[index]
     after = sum(later.replicas for later in stages[index + 1 :])
     held = most_in_flight(problem.schedule, problem.n_microbatches, stage.replicas, after, groups)
     space = space_of(problem, stage)
     arriving = sum(v.nbytes for v in received(problem, stage))
+    shares = [s.share for s in space.stepped if stage.atoms & set(s.atoms)]
+    stepping = shared_bytes(space.resident, stage.atoms) + sum(share.held for share in shares)
+    return max(stepping, bytes_of_passes(problem, stage, held, arriving))
+
+
+def bytes_of_passes(problem: Problem, stage: OracleStage, held: int, arriving: float) -> float:
+    """`held`: micro-batches in flight. `arriving`: bytes that the stage receives of the whole batch."""
+    space, share = space_of(problem, stage), problem.bytes_share
     saved = shared_bytes(space.saved, stage.atoms)
     once = shared_bytes(space.resident, stage.atoms) + share * max(space.transient[a] for a in stage.atoms)
     if stage.recompute == Recompute.STAGE:
@@ -265,8 +273,22 @@ def objective(problem: Problem, stages: Stages) -> float:
         )
         reduction += float(kind.exchanged(Gradients(np.array(tied))))
         total += (time - delayed) if problem.sum_counts else 0.0
-        slowest = max(slowest, (math.ceil(m / stage.replicas) - 1) * each_more(problem, stage) + delayed + reduction)
+        passes = (math.ceil(m / stage.replicas) - 1) * each_more(problem, stage) + delayed
+        if m <= stage.replicas and problem.weight is None:
+            total -= lacking_accumulation(problem, stage) if problem.sum_counts else 0.0
+        else:
+            passes = max(0.0, passes - lacking_accumulation(problem, stage))
+        slowest = max(slowest, passes + reduction)
     return total + slowest
+
+
+def lacking_accumulation(problem: Problem, stage: OracleStage) -> float:
+    """What the first micro-batch of a replica takes less, which adds its gradients to none."""
+    if problem.accumulation is None:
+        return 0.0
+    _, backward, weight = pass_times(problem, stage)
+    own = float(sum(problem.accumulation[stage.kind, a] for a in stage.atoms))
+    return min(own, backward if problem.weight is None else weight)
 
 
 def lacking(problem: Problem, stages: Stages, counts: tuple[int, ...]) -> float:
@@ -347,7 +369,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool
     if line:
         edges |= {(a, a + 1) for a in range(n - 1)}
     shared = st.lists(st.builds(Shared, whole, st.lists(atoms, max_size=3).map(tuple)), max_size=4).map(tuple)
-    share = st.builds(StepShare, whole, whole, st.just(1.0))
+    share = st.builds(StepShare, whole, whole, st.just(1.0), whole)
     stepped = st.lists(st.builds(Stepped, share, st.lists(atoms, max_size=3).map(tuple)), max_size=2).map(tuple)
 
     def rebuilt(saved: tuple[Shared, ...]) -> dict[str, object]:
@@ -444,6 +466,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool
         cores=again() if draw(st.booleans()) else None,
         blocks=again() if draw(st.booleans()) else None,
         once=draw(st.sampled_from([None, array(len(pools), n)])),
+        accumulation=draw(st.sampled_from([None, np.minimum(array(len(pools), n), backward)])),
         max_replicas=1 if schedule == "interleaved-1f1b" else draw(st.integers(1, 4)),
         may_recompute=draw(st.booleans()),
         sends_behind=schedule in ("gpipe", "interleaved-1f1b") and draw(st.booleans()),

@@ -135,7 +135,7 @@ def refusals() -> dict[str, str]:
     found["content"] = message_of(lambda: step(pm, x + rank))
     found["shapes"] = message_of(lambda: step(pm, x[: 4 + rank]))
     found["kind"] = message_of(lambda: pm(x) if rank else step(pm, x))
-    found["input gradient"] = message_of(lambda: pm(x.clone().requires_grad_()))
+    found["input gradient"] = message_of(lambda: pm(x.clone().requires_grad_(rank == 1)))
     with torch.autocast("cpu", enabled=rank == 1):
         found["autocast"] = message_of(lambda: pm(x))
     _, pm, x = ready()

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from models import gpt2, llama, mixtral, resnet, t5, tokens
+from models import bert, gpt2, llama, mixtral, resnet, t5, tokens
 from random_states import with_states
 from shardings import Attention, Convolutions, staged
 from tied_models import Tied
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional
-from transformers.models.gpt2 import modeling_gpt2  # noqa: F401  once, before the ranks are forked
+from transformers.models.bert import modeling_bert  # noqa: F401  once, before the ranks are forked
+from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 from transformers.models.resnet import modeling_resnet  # noqa: F401
@@ -145,6 +146,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "frozen cnn": (lambda: Convolutions().eval(), lambda: torch.randn(8, 3, 8, 8)),
     "attention": (Attention, lambda: torch.randn(8, 12, 24)),
     "gpt2": (gpt2, lambda: tokens(8)),
+    "bert": (bert, lambda: tokens(8)),
     "tied": (lambda: Tied(64, 16), lambda: tokens(8)),
     "resnet": (resnet, lambda: torch.randn(8, 3, 16, 16)),
     "resnet50": (resnet50, lambda: torch.randn(8, 3, 32, 32)),
@@ -167,6 +169,10 @@ SPLITS: dict[str, dict[int, dict[str, int]]] = {
     "gpt2": {
         2: {"transformer.wte": 0, "transformer.h.1": 0, "transformer.h.2": 1, "lm_head": 1},
         3: {"transformer.wte": 0, "transformer.h.1": 1, "transformer.h.2": 2, "lm_head": 2},
+    },
+    "bert": {
+        2: {"bert.embeddings": 0, "bert.encoder.layer.1": 1},
+        3: {"bert.encoder.layer.0": 0, "bert.encoder.layer.1": 1, "classifier": 2},
     },
     "tied": {2: {"embed": 0, "mix": 0, "head": 1}},
     "resnet50": {

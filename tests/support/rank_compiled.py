@@ -11,6 +11,7 @@ from rank_behaviour import message_of
 from rank_cases import MODELS, Job, loss_of, plan_of, relative
 from rank_training import gradient_error
 from torch import nn
+from torch.nn import functional
 
 import autopar
 
@@ -48,11 +49,26 @@ def logits(output: Any) -> torch.Tensor:
     return found
 
 
-def refused() -> list[str]:
-    """Messages for what ranks cannot compile."""
+def refused() -> str:
+    """The message for what ranks cannot compile."""
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
     plan = autopar.Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)
-    return [
-        message_of(lambda: autopar.parallelize(model, plan=plan, compile="graphs")),
-        message_of(lambda: autopar.parallelize(model, compile=True)),
-    ]
+    return message_of(lambda: autopar.parallelize(model, plan=plan, compile="graphs"))
+
+
+def searched() -> dict[str, Any]:
+    """Errors of a step by a plan that ranks have searched for compiled stages, how they run, and the plan's notes."""
+    torch.manual_seed(3)
+    model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.randn(32, 256)
+    original = copy.deepcopy(model)
+    pm = autopar.parallelize(model, compile="aot_eager", max_replicas=1, n_microbatches=2, cache=False)
+    loss = pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    expected = functional.mse_loss(original(x), x)
+    expected.backward()
+    assert pm.plan is not None
+    return {
+        "errors": [relative(loss, expected.detach(), 1.0), gradient_error(pm, original)],
+        "text": pm.code_text,
+        "notes": list(pm.plan.notes),
+        "plan": pm.plan.to_json(),
+    }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import copy
 import os
 import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import Plan
+from autopar.capture import export
 from autopar.runtime.ranks.faults import heartbeats
 from autopar.runtime.ranks.parameters.own import RankParameters
 
@@ -74,10 +78,86 @@ def train(what: str, where: str, rank: int, step: int, schedule: str, folder: Pa
         pm.train_step(x, target=x, loss_fn=loss_fn)
 
 
+class Faulty:
+    """Something that is saved and loaded with the model, and does something wrong once it is told to."""
+
+    what = ""
+
+    def state_dict(self) -> dict[str, int]:
+        fault(self.what)
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        fault(self.what)
+
+
+def through_a_day(what: str, where: str, rank: int, folder: Path) -> None:
+    """`_through_a_day` as a script, which an error ends with its process."""
+    os.dup2(os.open(folder / f"rank{dist.get_rank()}", os.O_WRONLY | os.O_CREAT), 2)
+    os.environ["AUTOPAR_RANK_TIMEOUT"] = TIMEOUT
+    try:
+        _through_a_day(what, where, rank, folder)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        atexit._run_exitfuncs()
+        os._exit(1)
+
+
+def _through_a_day(what: str, where: str, rank: int, folder: Path) -> None:
+    """Ranks that cut optimizer states capture, train, clip, evaluate, save and load; `what` happens on `rank` in one
+    of these: "capture", "place", "first step", "evaluate", "clip", "step", "save", "load", "end"."""
+    own = dist.get_rank()
+    torch.manual_seed(0)
+    model, x, faulty, now = mlp(), torch.randn(8, 12), Faulty(), [""]
+    place = RankParameters.place
+
+    def happen(*_: Any) -> None:
+        if own == rank and now[0] == where:
+            fault(what)
+
+    def placed(*arguments: Any) -> None:
+        now[0] = "place"
+        happen()
+        place(*arguments)
+        now[0] = "first step"
+
+    def exported(*arguments: Any) -> Any:
+        if now[0] == "capture":
+            happen()
+        return capturing(*arguments)
+
+    capturing = export._export
+    model[0].register_forward_hook(happen)
+    plan = Plan.by_hand(copy.deepcopy(model), ["cpu"] * 2, example_args=(x,), data=2, zero=1, micro_batch=2)
+    now[0] = "capture"
+    export._export = exported
+    RankParameters.place = placed  # type: ignore[method-assign]
+    pm = autopar.parallelize(model, plan=plan, cache=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(happen)
+    for _ in range(3):
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+        now[0] = "clip"
+        happen()
+        autopar.clip_grad_norm_(pm, 1.0)
+        now[0] = "step"
+        optimizer.step()
+        now[0] = "later"
+    now[0] = "evaluate"
+    pm.eval()
+    with torch.no_grad():
+        pm(x)
+    for now[0], call in (("save", partial(autopar.save, step=3)), ("load", autopar.load)):
+        faulty.what = what if own == rank and now[0] == where else ""
+        call(folder / "runs", pm, optimizer, extra={"faulty": faulty})
+    pm.train()
+    now[0] = "end"
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+
+
 def interrupted_while_waiting(folder: Path) -> None:
     """Ctrl-C on rank 0 while it waits for rank 1, which sleeps. An event loop with signals has ended before, which
     leaves Python without anyone to tell of signals."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     own = dist.get_rank()
     os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Processes that run tests as ranks over gloo, on CPUs unless a pool is made for GPUs.
 
-One process imports what they need, and all of them are forked from it.
+One process imports what they need, and all of them are forked from it. Equal models are exported once on each rank
+(shared_exports.py).
 
 A job is a function at the top level of a module. Every rank calls it inside a process group of its own, and what the
 ranks return comes back by rank. A job that fails or hangs ends the pool, because other ranks may wait for the failed
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import multiprocessing
 import os
-import sys
+import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import context
+from shared_exports import SharedExports
+
+from autopar.capture import export
 
 TIMEOUT = 120.0  # s for a job
 
@@ -43,7 +48,7 @@ class RankPool:
     def run(self, job: Callable[..., Any], n: int, *args: Any) -> list[Any]:
         """`job(*args)` on `n` ranks. Returns what each returned. Raises RankFailure, TimeoutError."""
         self._start(n)
-        store = f"file://{self._folder / f'store{next(self._numbers)}'}"
+        store = self._store()
         connections = [connection for _, connection in self._workers[:n]]
         for rank, connection in enumerate(connections):
             connection.send((job, args, rank, n, store, self._backend))
@@ -66,26 +71,39 @@ class RankPool:
             raise RankFailure("\n".join(failures))
         return results
 
-    def outcomes(self, job: Callable[..., Any], n: int, *args: Any, within: float) -> list[str]:
+    def outcomes(
+        self,
+        job: Callable[..., Any],
+        n: int,
+        *args: Any,
+        within: float,
+        stopped: int | None = None,
+        store_on_rank_0: bool = False,
+    ) -> list[str]:
         """What became of `job(*args)` on each of `n` ranks after at most `within` seconds: "returned", "ended" (the
-        process), "still runs", or the traceback of what it raised. The ranks end with the job."""
+        process), "still runs", or the traceback of what it raised. The ranks end with the job.
+
+        `stopped`: a rank that cannot end by itself, so that nobody waits for it once all others have.
+        `store_on_rank_0`: ranks meet in a store that ends with rank 0, as without torchrun."""
         self._start(n)
-        store = f"file://{self._folder / f'store{next(self._numbers)}'}"
+        store = f"tcp://127.0.0.1:{free_port()}" if store_on_rank_0 else self._store()
         connections = [connection for _, connection in self._workers[:n]]
         for rank, connection in enumerate(connections):
             connection.send((job, args, rank, n, store, self._backend))
-        end, found = time.monotonic() + within, []
-        for connection in connections:
-            if not connection.poll(max(0.0, end - time.monotonic())):
-                found.append("still runs")
+        end, found = time.monotonic() + within, ["still runs"] * n
+        for rank in sorted(range(n), key=lambda rank: rank == stopped):
+            if not connections[rank].poll(0.0 if rank == stopped else max(0.0, end - time.monotonic())):
                 continue
             try:
-                ok, value = connection.recv()
-                found.append("returned" if ok else value)
+                ok, value = connections[rank].recv()
+                found[rank] = "returned" if ok else value
             except (EOFError, ConnectionResetError):
-                found.append("ended")
+                found[rank] = "ended"
         self.close()
         return found
+
+    def _store(self) -> str:
+        return f"file://{self._folder / f'store{next(self._numbers)}'}"
 
     def close(self) -> None:
         for process, connection in self._workers:
@@ -95,24 +113,25 @@ class RankPool:
         self._workers.clear()
 
     def _start(self, n: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rank_cases"])
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the forking process knows no other way
-        try:
-            while len(self._workers) < n:
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, self._gpus), daemon=True)
-                process.start()
-                self._workers.append((process, ours))
-        finally:
-            del os.environ["PYTHONPATH"]
-            if before is not None:
-                os.environ["PYTHONPATH"] = before
+        forks = context()
+        while len(self._workers) < n:
+            ours, theirs = forks.Pipe()
+            process = forks.Process(target=_serve, args=(theirs, self._gpus), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def _serve(connection: Connection, gpus: bool) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
+    export._export = SharedExports(export._export)
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     while True:

@@ -27,9 +27,19 @@ def odd() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 7), nn.LayerNorm(7))
 
 
-def ready(zero: int, build: Callable[[], nn.Module] = odd, **degrees: Any) -> tuple[nn.Module, Any, torch.Tensor]:
-    """A model as it was, its ranks, placed, and a batch."""
-    model, x, plan = planned(zero, torch.distributed.get_world_size(), build, **degrees)
+def ready(
+    zero: int, build: Callable[[], nn.Module] = odd, *, changed: str = "", **degrees: Any
+) -> tuple[nn.Module, Any, torch.Tensor]:
+    """A model as it was, its ranks, placed, and a batch. `changed`: the plan is made without ZeRO, of "mesh"es or of
+    whole "replicas", and `Plan.with_` cuts states afterwards."""
+    n = torch.distributed.get_world_size()
+    model, x, plan = planned(zero, n, build, **degrees)
+    if changed == "mesh":  # of this model, which lives on
+        plan = Plan.by_hand(model, ["cpu"] * n, example_args=(x,), micro_batch=4 // n, data=n)
+    if changed == "replicas":
+        plan = Plan.from_split({"": 0}, n_microbatches=4, devices=[[f"cpu:{rank}" for rank in range(n)]])
+        plan = autopar.plan(model, plan=plan, example_args=(x,), cache=False)
+    plan = plan.with_(zero=zero) if changed else plan
     original = copy.deepcopy(model)
     return original, autopar.parallelize(model, plan=plan, example_args=(x,)), x
 
@@ -110,11 +120,11 @@ def wide() -> nn.Module:
 
 
 def live_bytes() -> int:
-    """Of all tensors in this process, each memory once."""
+    """Of all tensors in this process that have values, each memory once."""
     gc.collect()
     found: dict[int, int] = {}
     for one in gc.get_objects():
-        if isinstance(one, torch.Tensor) and type(one) in (torch.Tensor, nn.Parameter):
+        if isinstance(one, torch.Tensor) and type(one) in (torch.Tensor, nn.Parameter) and not one.is_meta:
             found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
     return sum(found.values())
 

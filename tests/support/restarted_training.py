@@ -1,6 +1,6 @@
-"""A training that is killed again and again, to be run by torchrun: FOLDER WHAT STEPS.
+"""A training that is killed again and again, to be run by torchrun: FOLDER WHAT STEPS KILLS.
 
-WHAT: "never", "never without dropout", "anywhere" (in every attempt but the last, at a random point of a random rank),
+WHAT: "never", "never without dropout", "anywhere" (in the first KILLS attempts, at a random point of a random rank),
 or "waiting" (from step 4 on every step takes a second while there are four ranks, so that a test can kill what it wants
 to; without dropout).
 Appends "attempt world-size step loss" to FOLDER/losses.
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 import autopar
 
-N_KILLS = 10
 POINTS = ("forward", "backward", "between", "save", "after saving began")
 
 
@@ -43,7 +43,18 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder: Path, what: str, steps: int) -> None:
+def undisturbed(folder: Path, what: str, steps: int) -> None:
+    """On ranks of a pool."""
+    ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    os.environ.update(ranks | {"TORCHELASTIC_RESTART_COUNT": "0"})
+    try:
+        main(folder, what, steps)
+    finally:
+        for name in (*ranks, "TORCHELASTIC_RESTART_COUNT"):
+            del os.environ[name]
+
+
+def main(folder: Path, what: str, steps: int, n_kills: int = 0) -> None:
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
@@ -58,9 +69,9 @@ def main(folder: Path, what: str, steps: int) -> None:
     found = autopar.load(folder / "checkpoints", model, optimizer, extra={"scheduler": scheduler}, required=False)
     begin = found.step if found else 0
     chance = random.Random(1000 + attempt)
-    dies = what == "anywhere" and attempt < N_KILLS
+    dies = what == "anywhere" and attempt < n_kills
     victim, point, at = chance.randrange(size), POINTS[attempt % len(POINTS)], begin + chance.randrange(1, 3)
-    now = [-1]
+    now, saving = [-1], None
 
     def reached(here: str) -> bool:
         return dies and rank == victim and here == point and now[0] == at
@@ -87,7 +98,7 @@ def main(folder: Path, what: str, steps: int) -> None:
             time.sleep(1.0)
         if reached("save"):
             threading.Timer(chance.random() * 0.02, kill).start()
-        autopar.save(
+        saving = autopar.save(
             folder / "checkpoints",
             model,
             optimizer,
@@ -97,7 +108,9 @@ def main(folder: Path, what: str, steps: int) -> None:
         )
         if reached("after saving began"):
             kill()
+    if saving is not None:
+        saving.wait()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

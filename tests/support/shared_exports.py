@@ -13,13 +13,13 @@ code warned while it was traced.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Hashable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-import transformers
 from torch import fx, nn
 
 from autopar.capture.export import Traced
@@ -135,7 +135,8 @@ def _value_key(value: Any, known: dict[int, Hashable]) -> Hashable:
 
 
 def _object_key(value: Any, known: dict[int, Hashable]) -> Hashable:
-    if isinstance(value, (transformers.PretrainedConfig, transformers.GenerationConfig)):
+    transformers = sys.modules.get("transformers")  # not imported: no model has one of its configurations
+    if transformers and isinstance(value, (transformers.PretrainedConfig, transformers.GenerationConfig)):
         return repr(value), repr(vars(value))
     if isinstance(value, dict):
         return type(value), tuple((_value_key(k, known), _value_key(v, known)) for k, v in value.items())

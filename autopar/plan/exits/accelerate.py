@@ -15,7 +15,15 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autopar.plan.degrees import Degrees
-from autopar.plan.exits.configuration import NotExpressed, ToolConfiguration, ToolDegrees, refuse, refuse_reading
+from autopar.plan.exits.configuration import (
+    NotExpressed,
+    ToolConfiguration,
+    ToolDegrees,
+    refuse,
+    refuse_reading,
+    section_of,
+    settings_by_name,
+)
 from autopar.plan.exits.plan_degrees import beyond_degrees, degrees_in
 
 if TYPE_CHECKING:
@@ -91,34 +99,29 @@ def _lost(degrees: Degrees, sharded: bool) -> Iterator[NotExpressed]:
 
 
 def degrees_from(source: Any) -> ToolDegrees:
-    """The degrees of a ParallelismConfig, of a mapping of its arguments, or of a configuration file as JSON text.
+    """The degrees of a ParallelismConfig, of a mapping of its arguments, or of a configuration file as text: JSON, or
+    the YAML that `accelerate config` writes.
 
     Raises PlanError that lists what no plan by hand expresses.
     """
     steps = None
     if isinstance(source, ToolConfiguration):
         steps, source = source.settings, source.text
-    if isinstance(source, str):
-        source = _parsed(source)
-    file = (
-        source
-        if isinstance(source, Mapping) and ("distributed_type" in source or "parallelism_config" in source)
-        else {}
-    )
-    sizes = _sizes(file.get("parallelism_config") or {} if file else source)
-    problems = [f"{name}={sizes[name]}" for name in ("cp_size", "sp_size") if sizes.get(name, 1) not in (None, 1)]
+    if not isinstance(source, (str, Mapping)) and hasattr(source, "__dict__"):
+        source = vars(source)
+    source = settings_by_name(TITLE, source)
+    file = source if any(name in source for name in _OF_FILES) else {}
+    fsdp = section_of(TITLE, file, "fsdp_config")
+    sizes = _sizes(section_of(TITLE, file, "parallelism_config") if file else source)
+    refuse_reading(TITLE, list(_problems(file, fsdp, sizes)))
     replicas, shards, tensor = (sizes.get(name) or 1 for name in _SIZES)
-    if replicas > 1 and shards > 1:
-        problems.append(f"dp_replicate_size={replicas} with dp_shard_size={shards} (HSDP): give one of them")
-    if file.get("distributed_type", "NO") not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
-        problems.append(f"distributed_type={file['distributed_type']}")
-    refuse_reading(TITLE, problems)
-    fsdp = file.get("fsdp_config") or {}
-    reshard = fsdp.get("fsdp_reshard_after_forward", True)
+    if file and not sizes:  # the processes are replicas, or FSDP cuts over all of them
+        kind, n = file.get("distributed_type", "NO"), file.get("num_processes", 1)
+        replicas, shards = (1, n) if kind == "FSDP" else (n, 1)
     degrees: dict[str, Any] = {"tensor": tensor, "pipeline": 1, "data": replicas * shards}
     if shards > 1:
-        degrees["zero"] = 3 if reshard in (True, "true", "FULL_SHARD") else 2
-    degrees["recompute"] = "full" if fsdp.get("fsdp_activation_checkpointing") else "none"
+        degrees["zero"] = 3 if _reshards(fsdp) else 2
+    degrees["recompute"] = "full" if _is_on(fsdp.get("fsdp_activation_checkpointing")) else "none"
     if steps is None:
         return ToolDegrees(degrees)
     degrees["micro_batch"] = steps["per_device_batch_size"]
@@ -126,22 +129,43 @@ def degrees_from(source: Any) -> ToolDegrees:
     return ToolDegrees(degrees, n_microbatches * degrees["micro_batch"] * degrees["data"])
 
 
-def _parsed(text: str) -> Any:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        found, why = None, f"the file is not JSON: {error}"
-    else:
-        why = f"the file has no settings by name, but {type(found).__name__}"
-    if not isinstance(found, dict):
-        refuse_reading(TITLE, [why])
-    return found
+_OF_FILES = ("distributed_type", "parallelism_config", "num_processes")
+_STRATEGIES = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}  # of FSDP 1, and what follows
 
 
-def _sizes(source: Any) -> dict[str, Any]:
+def _problems(file: Mapping[str, Any], fsdp: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[str]:
+    if not file and not any(name in sizes for name in (*_SIZES, "cp_size", "sp_size")):
+        yield f"none of {', '.join(_SIZES)} is there; is this a ParallelismConfig, or a file of accelerate?"
+    yield from (f"{name}={sizes[name]}" for name in ("cp_size", "sp_size") if sizes.get(name, 1) not in (None, 1))
+    replicas, shards = (sizes.get(name) or 1 for name in _SIZES[:2])
+    if replicas > 1 and shards > 1:
+        yield f"dp_replicate_size={replicas} with dp_shard_size={shards} (HSDP): give one of them"
+    kind, n = file.get("distributed_type", "NO"), file.get("num_processes", 1)
+    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
+        yield f"distributed_type={kind}"
+    if type(n) is not int or n < 1:
+        yield f"num_processes must be a whole number of at least 1, got {n!r}"
+    strategy = fsdp.get("fsdp_sharding_strategy")
+    if strategy is not None and str(strategy) not in _STRATEGIES:
+        yield f"fsdp_sharding_strategy={strategy}"
+    if _is_on(fsdp.get("fsdp_offload_params")):
+        yield "fsdp_offload_params"
+
+
+def _reshards(fsdp: Mapping[str, Any]) -> bool:
+    """Whether parameters are cut between forward and backward as well (ZeRO 3)."""
+    if "fsdp_sharding_strategy" in fsdp and "fsdp_reshard_after_forward" not in fsdp:
+        return _STRATEGIES[str(fsdp["fsdp_sharding_strategy"])]
+    return str(fsdp.get("fsdp_reshard_after_forward", True)) in ("True", "true", "FULL_SHARD")
+
+
+def _is_on(value: Any) -> bool:
+    return value is True or str(value).lower() == "true"
+
+
+def _sizes(source: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes of a ParallelismConfig, or of a mapping, by the names that ParallelismConfig has."""
-    found = source if isinstance(source, Mapping) else vars(source)
-    sizes = {str(name).removeprefix(_PREFIX): value for name, value in found.items()}
+    sizes = {str(name).removeprefix(_PREFIX): value for name, value in source.items()}
     wrong = [
         f"{name} must be a whole number of at least 1, got {value!r}"
         for name, value in sizes.items()

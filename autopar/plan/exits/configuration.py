@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +59,55 @@ class ToolDegrees:
                 f"the configuration has {self.batch_size} samples in a step, but the example call has {batch_size}; "
                 f"give an example call of {self.batch_size} samples"
             )
+
+
+def words_in(tool: str, source: Any) -> list[str]:
+    """The words of a command line: a text as a shell splits it, or the words themselves. Raises PlanError."""
+    if isinstance(source, str):
+        try:
+            return shlex.split(source.replace("\\\n", " "), comments=True)
+        except ValueError as error:
+            refuse_reading(tool, [f"the text is no command line: {error}"])
+    words = list(source) if isinstance(source, Sequence) else [source]
+    wrong = [word for word in words if not isinstance(word, str)]
+    refuse_reading(tool, [f"a command line has words, got {word!r}" for word in wrong[:1]])
+    return words
+
+
+def settings_by_name(tool: str, source: Any) -> Mapping[str, Any]:
+    """The settings of a mapping, or of a text in JSON or, where PyYAML is installed, in YAML. Raises PlanError."""
+    if isinstance(source, str):
+        source = _parsed(tool, source)
+    if not isinstance(source, Mapping):
+        refuse_reading(tool, [f"settings by name are needed, got {type(source).__name__}"])
+    found: Mapping[str, Any] = source
+    return found
+
+
+def section_of(tool: str, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The settings of a section; empty if there is none. Raises PlanError."""
+    section = settings.get(name)
+    if section is not None and not isinstance(section, Mapping):
+        refuse_reading(tool, [f"{name} must have settings by name, got {section!r}"])
+    return section or {}
+
+
+def _parsed(tool: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = f"the file is not JSON: {error}"
+    try:
+        import yaml
+    except ImportError:
+        refuse_reading(tool, [f'{why}; to read YAML, pip install "autopar[integrations]"'])
+        return None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        first = str(error).partition("\n")[0]
+        refuse_reading(tool, [f"{why}, nor YAML: {first}"])
+    return None
 
 
 def refuse(tool: str, problems: list[str]) -> None:

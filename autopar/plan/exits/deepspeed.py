@@ -10,8 +10,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.degrees import Degrees
-from autopar.plan.exits.configuration import NotExpressed, ToolConfiguration, ToolDegrees, refuse, refuse_reading
+from autopar.plan.degrees import ZERO, Degrees
+from autopar.plan.exits.configuration import (
+    NotExpressed,
+    ToolConfiguration,
+    ToolDegrees,
+    refuse,
+    refuse_reading,
+    section_of,
+    settings_by_name,
+)
 from autopar.plan.exits.plan_degrees import beyond_degrees, degrees_in
 from autopar.plan.exits.stage_layers import stage_layers
 
@@ -109,17 +117,13 @@ def degrees_from(source: Any) -> ToolDegrees:
     if isinstance(source, ToolConfiguration):
         stages = source.settings.get("PipelineModule", {}).get("num_stages", 1)
         source = source.settings["config"]
-    if isinstance(source, str):
-        try:
-            source = json.loads(source)
-        except ValueError as error:
-            refuse_reading(TITLE, [f"the file is not JSON: {error}"])
-    if not isinstance(source, Mapping):
-        refuse_reading(TITLE, [f"settings by name are needed, got {type(source).__name__}"])
+    source = settings_by_name(TITLE, source)
+    notes = tuple(f"{name} is 'auto': {_OPEN[name]}" for name in _BATCH if source.get(name) == "auto")
+    source = {name: None if value == "auto" else value for name, value in source.items()}
     refuse_reading(TITLE, list(_problems(source, stages)))
-    zero = source.get("zero_optimization", {}).get("stage", 0)
-    tensor = max(1, source.get("tensor_parallel", {}).get("autotp_size", 1))
-    interval = source.get("pipeline", {}).get("activation_checkpoint_interval", 0)
+    zero = section_of(TITLE, source, "zero_optimization").get("stage", 0)
+    tensor = max(1, section_of(TITLE, source, "tensor_parallel").get("autotp_size", 1))
+    interval = section_of(TITLE, source, "pipeline").get("activation_checkpoint_interval", 0)
     degrees: dict[str, Any] = {"tensor": tensor, "pipeline": stages, "zero": zero}
     degrees["recompute"] = "full" if interval else "none"
     batch, micro, steps = (source.get(name) for name in _BATCH)
@@ -127,10 +131,16 @@ def degrees_from(source: Any) -> ToolDegrees:
         degrees["micro_batch"] = micro
         if batch is not None and steps is not None:
             degrees["data"] = batch // (micro * steps)
-    return ToolDegrees(degrees, batch)
+    return ToolDegrees(degrees, batch, notes)
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_OPEN = {  # what settings are that the training script fills in
+    "train_batch_size": "it is that of the example call",
+    "train_micro_batch_size_per_gpu": "micro_batch= gives it, otherwise each replica takes all of its samples at once",
+    "gradient_accumulation_steps": "it follows from the other two",
+}
+_SECTIONS = ("zero_optimization", "tensor_parallel", "pipeline")
 
 
 def _problems(source: Mapping[str, Any], stages: int) -> Iterator[str]:
@@ -139,21 +149,25 @@ def _problems(source: Mapping[str, Any], stages: int) -> Iterator[str]:
         if value is not None and (type(value) is not int or value < 1):
             yield f"{name} must be a whole number of at least 1, got {value!r}; 'auto' leaves it open"
             return
-    for section in ("zero_optimization", "tensor_parallel", "pipeline"):
-        if not isinstance(source.get(section, {}), Mapping):
-            yield f"{section} must have settings by name, got {source[section]!r}"
-            return
-    zero = source.get("zero_optimization", {})
-    if zero.get("stage", 0) not in (0, 1, 2, 3):
-        yield f"zero_optimization.stage must be 0, 1, 2 or 3, got {zero['stage']!r}"
-    yield from (f"zero_optimization.{name}" for name in ("offload_optimizer", "offload_param") if zero.get(name))
+    if not any(name in source for name in (*_BATCH, *_SECTIONS, "sequence_parallel_size")):
+        yield f"none of {', '.join((*_BATCH, *_SECTIONS))} is there; is this a configuration of DeepSpeed?"
+    zero, tensor, pipeline = (section_of(TITLE, source, name) for name in _SECTIONS)
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or stage not in ZERO:
+        yield f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}"
+    for name in ("offload_optimizer", "offload_param"):
+        if section_of(TITLE, zero, name).get("device", "none") not in (None, "none"):
+            yield f"zero_optimization.{name}"
+    size = tensor.get("autotp_size", 1)
+    if type(size) is not int:
+        yield f"tensor_parallel.autotp_size must be a whole number, got {size!r}"
     for name in ("zero_hpz_partition_size", "mics_shard_size"):
         if zero.get(name, 1) not in (1, -1):
             yield f"zero_optimization.{name}={zero[name]}"
-    if source.get("sequence_parallel_size", 1) != 1:
+    if source.get("sequence_parallel_size") not in (None, 1):
         yield f"sequence_parallel_size={source['sequence_parallel_size']}"
     batch, micro, steps = (source.get(name) for name in _BATCH)
     if batch is not None and micro is not None and steps is not None and batch % (micro * steps):
         yield f"train_batch_size={batch} is no multiple of {micro} x {steps} samples"
-    if stages == 1 and "pipeline" in source and source["pipeline"].get("activation_checkpoint_interval", 0):
+    if stages == 1 and pipeline.get("activation_checkpoint_interval", 0):
         yield "pipeline: its stages are an argument of PipelineModule; write the plan with Plan.by_hand(pipeline=)"

@@ -12,7 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.plan.degrees import Degrees
-from autopar.plan.exits.configuration import NotExpressed, ToolConfiguration, ToolDegrees, refuse, refuse_reading
+from autopar.plan.exits.configuration import (
+    NotExpressed,
+    ToolConfiguration,
+    ToolDegrees,
+    refuse,
+    refuse_reading,
+    words_in,
+)
 from autopar.plan.exits.plan_degrees import beyond_degrees, degrees_in
 from autopar.plan.exits.stage_layers import StageLayers, even_counts, stage_layers
 
@@ -127,8 +134,8 @@ def _lost(plan: Plan, degrees: Degrees, layers: StageLayers) -> Iterator[NotExpr
 # -- from Megatron-LM -------------------------------------------------------------------------------------------------
 
 
-def degrees_from(source: str | Sequence[str] | ToolConfiguration) -> ToolDegrees:
-    """The degrees of a command line: as text (a shell script's arguments), or word by word.
+def degrees_from(source: str | Sequence[str] | Mapping[str, Any] | ToolConfiguration) -> ToolDegrees:
+    """The degrees of a command line: as text (a shell script's arguments), word by word, or by name.
 
     Arguments that say nothing of how the work is divided are skipped. Raises PlanError that lists those that no plan by
     hand expresses.
@@ -155,11 +162,13 @@ def degrees_from(source: str | Sequence[str] | ToolConfiguration) -> ToolDegrees
     return ToolDegrees(degrees, batch or None)
 
 
-def arguments_in(source: str | Sequence[str] | ToolConfiguration) -> dict[str, Value]:
+def arguments_in(source: str | Sequence[str] | Mapping[str, Any] | ToolConfiguration) -> dict[str, Value]:
     """Arguments by name, with hyphens; several values of one are one text."""
     if isinstance(source, ToolConfiguration):
         return dict(source.settings)
-    words = shlex.split(source.replace("\\\n", " "), comments=True) if isinstance(source, str) else list(source)
+    if isinstance(source, Mapping):
+        return dict(_settings(source))
+    words = words_in(TITLE, source)
     found: dict[str, Value] = {}
     name = ""
     for word in words:
@@ -170,6 +179,15 @@ def arguments_in(source: str | Sequence[str] | ToolConfiguration) -> dict[str, V
         elif name:
             found[name] = word if found[name] is True else f"{found[name]} {word}"
     return found
+
+
+def _settings(source: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
+    """Arguments of a mapping, written with or without hyphens; those that are off or None are left out."""
+    for name, value in source.items():
+        if value is None or value is False:
+            continue
+        text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        yield f"--{str(name).removeprefix('--').replace('_', '-')}", True if value is True else text
 
 
 _WITHOUT_DEGREE = (
@@ -188,6 +206,11 @@ _NOT_BY_HAND = (
 
 
 def _refused(found: Mapping[str, Value]) -> Iterator[str]:
+    if not any(name in _KNOWN for name in found):
+        yield (
+            "no argument says how the work is divided, such as --tensor-model-parallel-size or --micro-batch-size; is "
+            "this a command line of Megatron-LM?"
+        )
     for name in _WITHOUT_DEGREE:
         if found.get(name, "1") not in ("1", "0"):
             if name == "--expert-tensor-parallel-size" and found[name] == found.get("--tensor-model-parallel-size"):
@@ -207,6 +230,14 @@ _COUNTS = (
     *("--global-batch-size", "--num-layers", "--num-virtual-stages-per-pipeline-rank", "--recompute-num-layers"),
     "--num-layers-per-virtual-pipeline-stage",
 )
+
+
+_KNOWN = {
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size", "--sequence-parallel"),
+    *("--use-distributed-optimizer", "--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
+    *("--pipeline-model-parallel-layout", "--recompute-activations", "--recompute-granularity", "--recompute-method"),
+    *("--recompute-modules", *_COUNTS, *_WITHOUT_DEGREE, *_NOT_BY_HAND),
+}
 
 
 def _int(found: Mapping[str, Value], name: str, default: int) -> int:

@@ -31,6 +31,7 @@ KEEPS_LESS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.OPERATORS, Recomput
 
 _FIRST_DIMENSION = 0
 _MOST, _FEW = 0.75, 0.25  # shares of the operators that are cut along an axis
+_PRODUCTS = ("linear", "addmm", "mm", "matmul", "conv", "embedding")  # begin the names of operators
 _BY_HAND = "tensor"  # the axis of a plan by hand that cuts parameters; heads may be part of a first dimension there
 
 
@@ -144,7 +145,7 @@ def _unclear_axes(stage: Stage) -> list[str]:
     for axis, size in enumerate(sharding.mesh if sharding is not None else ()):
         assert sharding is not None
         name, in_parts = sharding.axes[axis], _read_in_parts(sharding, axis)
-        if in_parts and name != _BY_HAND and _FEW < _samples_share(sharding, axis) <= _MOST:
+        if in_parts and name != _BY_HAND and _is_mixed(sharding, axis, len(in_parts)):
             found.append(
                 f"along axis '{name}' of its mesh some operators cut samples, and others parameters ({few(in_parts)})"
             )
@@ -159,6 +160,18 @@ def _unclear_axes(stage: Stage) -> list[str]:
         elif not any(p[axis] >= 0 for _, (_, outputs) in sharding.strategies for p in outputs):
             found.append(f"devices along axis '{name}' of its mesh all do the same")
     return found
+
+
+def _is_mixed(sharding: StageSharding, axis: int, in_parts: int) -> bool:
+    """Whether along an axis many operators cut samples, and others read many parameters in parts."""
+    share = _samples_share(sharding, axis)
+    products = sum(_is_product(key) for key, _ in sharding.strategies)
+    return _FEW < share <= _MOST or (share > _MOST and in_parts > _FEW * products > 0)
+
+
+def _is_product(key: str) -> bool:
+    """Whether an operator reads a matrix: most of a model's work and parameters, if a small part of its operators."""
+    return key.rpartition("/")[2].partition("#")[0].startswith(_PRODUCTS)
 
 
 def _cuts_tensors(sharding: StageSharding, axis: int) -> bool:

@@ -106,10 +106,10 @@ class PlanExits:
 
 def _data(degrees: Mapping[str, Any], devices: Any) -> int | None:
     """Replicas of these degrees; None where the number of devices is not known here."""
-    if "data" in degrees:
+    if degrees.get("data") is not None:
         return int(degrees["data"])
     listed = devices.devices if isinstance(devices, Cluster) else devices
     if isinstance(listed, str):
         listed = listed.split(",")
     parallel = int(degrees.get("tensor", 1)) * int(degrees.get("pipeline", 1))
-    return len(listed) // parallel if isinstance(listed, (list, tuple)) else None
+    return len(listed) // max(1, parallel) if isinstance(listed, (list, tuple)) else None

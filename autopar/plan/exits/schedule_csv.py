@@ -89,6 +89,8 @@ def degrees_from(source: str | ToolConfiguration) -> ToolDegrees:
     which no schedule has.
     """
     text = source.text if isinstance(source, ToolConfiguration) else source
+    if not isinstance(text, str):
+        refuse_reading(TITLE, [f"the text of a CSV is needed, got {type(text).__name__}"])
     rows, problems = [], []
     for rank, line in enumerate(csv.reader(io.StringIO(text))):
         cells = [cell.strip() for cell in line if cell.strip()]
@@ -102,6 +104,9 @@ def degrees_from(source: str | ToolConfiguration) -> ToolDegrees:
     actions = [[_action(cell) for cell in row] for row in rows]
     ranks, m = len(rows), 1 + max(action.microbatch for row in actions for action in row)
     n_stages = 1 + max(action.stage for row in actions for action in row)
+    if m * n_stages > (n_actions := sum(map(len, rows))):  # not to make a table of any size that a text names
+        each = f"{n_stages} stages and {m} micro-batches need"
+        refuse_reading(TITLE, [f"{each} {m * n_stages} forwards, and it has {n_actions} actions"])
     if n_stages % ranks:
         refuse_reading(TITLE, [f"{n_stages} stages do not go round {ranks} ranks"])
     chunks = n_stages // ranks

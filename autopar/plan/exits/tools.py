@@ -42,7 +42,7 @@ def degrees_for(tool: str, source: Any) -> ToolDegrees:
         raise InputError(f"a configuration of {source.tool} is no configuration of {tool}")
     if isinstance(source, Path):
         try:
-            source = source.read_text()
+            source = source.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{source}: it cannot be read: {error}") from error
     return read(source)

@@ -6,13 +6,23 @@ replicate, shard, tensor.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.plan.degrees import Degrees
-from autopar.plan.exits.configuration import NotExpressed, ToolConfiguration, ToolDegrees, refuse, refuse_reading
+from autopar.plan.exits.configuration import (
+    NotExpressed,
+    ToolConfiguration,
+    ToolDegrees,
+    refuse,
+    refuse_reading,
+    words_in,
+)
 from autopar.plan.exits.plan_degrees import beyond_degrees, degrees_in
 from autopar.plan.exits.schedule_csv import csv_text
 from autopar.plan.exits.stage_layers import StageLayers, even_counts, stage_layers
@@ -147,8 +157,9 @@ def _text(settings: Mapping[str, Any]) -> str:
 _REFUSED = ("parallelism.context_parallel_degree", "parallelism.expert_parallel_degree")
 
 
-def degrees_from(source: str | Sequence[str] | ToolConfiguration) -> ToolDegrees:
-    """The degrees of a command line: as text, or word by word. Defaults are those of torchtitan.
+def degrees_from(source: str | Sequence[str] | Mapping[str, Any] | ToolConfiguration) -> ToolDegrees:
+    """The degrees of a command line, as text or word by word; of settings by name; or of a TOML file. Defaults are
+    those of torchtitan.
 
     Raises PlanError that lists what no plan by hand expresses.
     """
@@ -194,11 +205,16 @@ def _stages(found: Mapping[str, str], pipeline: int, schedule: str) -> tuple[int
     return len(parts) // pipeline, ()
 
 
-def settings_in(source: str | Sequence[str] | ToolConfiguration) -> dict[str, str]:
+def settings_in(source: str | Sequence[str] | Mapping[str, Any] | ToolConfiguration) -> dict[str, str]:
     """Settings by name, with underscores, as text; several values of one are one text."""
     if isinstance(source, ToolConfiguration):
         source = source.text
-    words = shlex.split(source.replace("\\\n", " "), comments=True) if isinstance(source, str) else list(source)
+    if isinstance(source, str) and re.search(r"(^|\s)(--|activation-checkpoint:)", source) is None:
+        with contextlib.suppress(tomllib.TOMLDecodeError):  # a file of earlier versions
+            source = tomllib.loads(source)
+    if isinstance(source, Mapping):
+        return dict(_by_name(source))
+    words = words_in(TITLE, source)
     found: dict[str, str] = {}
     name, fresh = "", False  # of the last setting, and whether it has no value yet
     for word in words:
@@ -219,7 +235,26 @@ def settings_in(source: str | Sequence[str] | ToolConfiguration) -> dict[str, st
     return found
 
 
+def _by_name(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
+    """Settings of sections in sections, such as those of a TOML file; those that are None are left out."""
+    for name, value in settings.items():
+        whole = f"{section}.{name}" if section else str(name)
+        if isinstance(value, Mapping):
+            yield from _by_name(value, whole)
+        elif value is not None:
+            listed = value if isinstance(value, (list, tuple)) else [value]
+            text = " ".join(",".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one) for one in listed)
+            yield (_AC if whole == "activation_checkpoint.mode" else whole), text
+
+
 def _problems(found: Mapping[str, str]) -> Iterator[str]:
+    if not any(name.startswith(("parallelism.", "training.", _AC, "activation_checkpoint.")) for name in found):
+        yield (
+            "no setting says how the work is divided, such as parallelism.tensor_parallel_degree or "
+            "training.local_batch_size; is this a configuration of torchtitan?"
+        )
+    if found.get("activation_checkpoint.selective_ac_option", "op") != "op":
+        yield f"activation_checkpoint.selective_ac_option={found['activation_checkpoint.selective_ac_option']}"
     yield from (f"{name}={found[name]}" for name in _REFUSED if found.get(name, "1") != "1")
     for name, text in found.items():
         numeric = name.endswith(("_degree", "_batch_size", "_microbatch_size"))

@@ -1,4 +1,4 @@
-"""The fields of a plan as JSON values by their types, without layers: format 2, and what format 4 is folded from.
+"""The fields of a plan as JSON values by their types, without layers: format 2, and what format 5 is folded from.
 
 Keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding`, `Assumptions` and `RunnerUp`.
 Fields that are None or empty are left out. One line lists the operators `module.path/operator#k` of one module that
@@ -156,6 +156,7 @@ def _split(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
 _LATER = (
     *("layerwise", "keeps_products", "regather"),
     *("gradient_bytes", "optimizer_bytes", "transient_bytes", "usable_memory", "work"),
+    *("accumulation_time", "step_bytes"),
 )
 """Fields that formats of before did not have: left out at their default, so that the checksums of such files hold."""
 

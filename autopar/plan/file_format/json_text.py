@@ -8,10 +8,11 @@ import json
 from typing import Any
 
 _WIDTH = 120
+_DEEPEST = 3  # levels that are indented: those inside stand as far in
 
 
 def json_text(value: Any, depth: int = 0) -> str:
-    """`value` as JSON. Each level is indented by one space. Raises ValueError for NaN and infinities."""
+    """`value` as JSON. Each of the outer levels is indented by one space. Raises ValueError for NaN and infinities."""
     line = json.dumps(value, allow_nan=False)
     if len(line) + depth <= _WIDTH or not isinstance(value, (dict, list)) or not value:
         return line
@@ -35,8 +36,8 @@ def _is_short(value: Any) -> bool:
 
 
 def _block(opening: str, parts: list[str], closing: str, depth: int) -> str:
-    inside = ",\n".join(" " * (depth + 1) + part for part in parts)
-    return f"{opening}\n{inside}\n{' ' * depth}{closing}"
+    inside = ",\n".join(" " * min(depth + 1, _DEEPEST) + part for part in parts)
+    return f"{opening}\n{inside}\n{' ' * min(depth, _DEEPEST)}{closing}"
 
 
 def _filled(parts: list[str], depth: int) -> list[str]:

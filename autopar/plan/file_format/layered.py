@@ -1,17 +1,19 @@
-"""Format 4 of a plan file: the fields of format 2, with equal layers written once, and shorter where people edit.
+"""Format 5 of a plan file: the fields of format 2, with equal layers written once, and shorter where people edit.
 
-Format 3 has a number for every collective, a row for every tensor of an operator's exchanges, and no "those of
-strategies A".
+Format 4 has every transfer, and in every redistribution the first passage and the tensor's whole name. Format 3 has
+besides a number for every collective, a row for every tensor of an operator's exchanges, and no "those of strategies
+A".
 
 field of format 2                                     here
 operators, strategies, parameters, redistributions,   rows and layers (`folding.py`), definitions under "layers"
 exchanges, repeated
-numbers that all stages have                          "every_stage"
+numbers that most stages have                         "every_stage", unless a stage says otherwise
 operators of a layer with strategies                  "those of strategies A", which names them already
 exchanges [{"collective": "all_reduce", ...}, ...]    "exchanges": [[operator, tensor, 3], ...]: collectives[3]
 recompute, selective, layerwise, keeps_products       "recompute": "full", as `Plan.by_hand` calls it
 mesh [2, 4], axes ["data", "tensor"]                  "mesh": {"data": 2, "tensor": 4}
 backward_bytes of a transfer                          left out where they are its forward_bytes
+numbers, devices and transfers that are alike         `short_values.py`
 device_kinds ["H100", "H100", ...]                    "device_kinds": "H100", if all are
 """
 
@@ -27,14 +29,23 @@ from autopar.plan.file_format.collectives import Collectives
 from autopar.plan.file_format.fields import UNREADABLE
 from autopar.plan.file_format.folding import Definitions, FoldedLayers, Item, Row, fold, unfolded
 from autopar.plan.file_format.rows import ENTRY, KINDS, REFERENCE, Kind, Reference, labels_of
+from autopar.plan.file_format.short_values import (
+    MOST_IN_A_ROW,
+    devices_in_rows,
+    each_device,
+    each_transfer,
+    numbered,
+    runs_of_transfers,
+    with_numbers,
+)
 from autopar.plan.recompute import NAMES, RECOMPUTE, Recompute, recompute_flags
 from autopar.sharding.stage_sharding import totals
 
 _LAYERS = "layers"
 _FIRST = ("n_microbatches", "schedule", "batch_size", "training", "predicted_step_time")  # in a file, before the stages
 _FLAGS = ("recompute", "selective", "layerwise", "keeps_products")
-_MOST_LAYERS = 100_000  # of one entry
-_COLLECTIVES = "collectives"
+_COLLECTIVES, _TIMES = "collectives", "times"
+_REPEATED = "repeated"  # the field with numbers of the table of times
 _EVERY = "every_stage"
 _OPERATORS, _STRATEGIES = "operators", "strategies"
 _OF_STRATEGIES = "those of strategies "  # and a definition, which has the operators already
@@ -44,7 +55,7 @@ _OF_STRATEGIES = "those of strategies "  # and a definition, which has the opera
 
 
 def layered(flat: dict[str, Any]) -> dict[str, Any]:
-    """The fields of format 2 as format 4."""
+    """The fields of format 2 as format 5."""
     stages = [dict(stage) for stage in flat["stages"]]
     for stage in stages:
         if "sharding" in stage:
@@ -87,30 +98,41 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
             other = known.get(tuple(row[0] for row in rows))
             if other is not None:
                 fields[_OPERATORS][name] = f"{_OF_STRATEGIES}{other}"
+    repeated = [stage["sharding"][_REPEATED] for stage in stages if _REPEATED in stage.get("sharding", ())]
+    repeated += [rows for fields in layers.values() for rows in fields.get(_REPEATED, {}).values()]
+    times = numbered(repeated)
     for stage in stages:
+        stage["devices"] = devices_in_rows(stage["devices"])
         if "sharding" in stage:
             stage["sharding"] = _with_layers_alone(stage["sharding"], alone[id(stage["sharding"])], layers)
     first = {name: flat[name] for name in _FIRST if name in flat and not (name == "training" and flat[name])}
     rest = {name: value for name, value in flat.items() if name not in (*_FIRST, "stages")}
     if "transfers" in rest:
-        rest["transfers"] = [_short_transfer(one) for one in rest["transfers"]]
+        rest["transfers"] = runs_of_transfers([_short_transfer(one) for one in rest["transfers"]])
     rest = _without(rest, "one_worker")
+    if "devices" in rest:
+        rest["devices"] = devices_in_rows(rest["devices"])
     kinds = rest.get("device_kinds")
     if kinds and len(set(kinds)) == 1 and len(kinds) == len(flat.get("devices", ())):
         rest["device_kinds"] = kinds[0]
-    shared = {_EVERY: _taken_from_all(stages), _LAYERS: layers, _COLLECTIVES: collectives.table}
+    shared = {_EVERY: _taken_from_most(stages), _LAYERS: layers, _TIMES: times}
+    shared[_COLLECTIVES] = collectives.table
     return {**first, "stages": stages, **{name: value for name, value in shared.items() if value}, **rest}
 
 
-def _taken_from_all(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers that all of several stages have, which are taken out of them."""
-    first = stages[0] if len(stages) > 1 else {}
-    numbers = [name for name, value in first.items() if type(value) in (int, float)]
-    same = {name: first[name] for name in numbers if all(stage.get(name) == first[name] for stage in stages)}
-    for stage in stages:
-        for name in same:
-            del stage[name]
-    return same
+def _taken_from_most(stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers that most stages have, of fields that all have; they are taken out of these stages."""
+    names = [name for name in stages[0] if all(type(stage.get(name)) in (int, float) for stage in stages)]
+    usual = {}
+    for name in names:
+        (kind, value), times = Counter((type(stage[name]), stage[name]) for stage in stages).most_common(1)[0]
+        if times == 1:
+            continue
+        usual[name] = value
+        for stage in stages:
+            if (type(stage[name]), stage[name]) == (kind, value):
+                del stage[name]
+    return usual
 
 
 def _short_transfer(transfer: dict[str, Any]) -> dict[str, Any]:
@@ -180,18 +202,26 @@ def _expanded(kind: Kind, items: Sequence[Item], definitions: dict[str, Definiti
 
 
 def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Format 4, or 3, as the fields of format 2, as far as it can be read; what cannot goes into `problems`."""
+    """Format 5, 4 or 3, as the fields of format 2, as far as it can be read; what cannot goes into `problems`."""
     data = dict(data)
-    definitions = _Definitions(data.pop(_LAYERS, {}), problems)
+    times = data.pop(_TIMES, [])
+    if not isinstance(times, list) or any(type(one) not in (int, float) for one in times):
+        problems.append(f"{_TIMES} must be a list of numbers, got {times!r}")
+        times = []
+    layers = data.pop(_LAYERS, {})
+    for parent, fields in layers.items() if isinstance(layers, dict) else ():
+        for name, rows in fields.get(_REPEATED, {}).items() if _has_objects(fields, _REPEATED) else ():
+            place = f"{_LAYERS}['{parent}'].{_REPEATED}.{name}"
+            fields[_REPEATED][name] = with_numbers(rows, times, place, problems)
+    definitions = _Definitions(layers, problems)
     collectives = Collectives.read(data.pop(_COLLECTIVES, []), problems)
+    if "devices" in data:
+        data["devices"] = each_device(data["devices"])
     if isinstance(data.get("device_kinds"), str):
         devices = data.get("devices", [])
         data["device_kinds"] = [data["device_kinds"]] * len(devices) if isinstance(devices, list) else UNREADABLE
     if isinstance(data.get("transfers"), list):
-        data["transfers"] = [
-            {"backward_bytes": one.get("forward_bytes", UNREADABLE), **one} if isinstance(one, dict) else one
-            for one in data["transfers"]
-        ]
+        data["transfers"] = list(each_transfer(data["transfers"], problems))
     every = data.pop(_EVERY, {})
     if not isinstance(every, dict):
         problems.append(f"{_EVERY} must be an object of fields that all stages have, got {every!r}")
@@ -199,7 +229,7 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     if isinstance(data.get("stages"), list):
         data["stages"] = [{**every, **stage} if isinstance(stage, dict) else stage for stage in data["stages"]]
         data["stages"] = [
-            _flat_stage(stage, f"stages[{number}].", definitions, collectives, problems)
+            _flat_stage(stage, f"stages[{number}].", definitions, collectives, times, problems)
             if isinstance(stage, dict)
             else stage
             for number, stage in enumerate(data["stages"])
@@ -207,10 +237,21 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     return data
 
 
+def _has_objects(fields: Any, name: str) -> bool:
+    return isinstance(fields, dict) and isinstance(fields.get(name), dict)
+
+
 def _flat_stage(
-    stage: dict[str, Any], where: str, definitions: _Definitions, collectives: Collectives, problems: list[str]
+    stage: dict[str, Any],
+    where: str,
+    definitions: _Definitions,
+    collectives: Collectives,
+    times: list[float],
+    problems: list[str],
 ) -> dict[str, Any]:
     stage = dict(stage)
+    if "devices" in stage:
+        stage["devices"] = each_device(stage["devices"])
     for flag in _FLAGS[1:]:
         if flag in stage:
             problems.append(f"{where}{flag} is unknown; write 'recompute' with one of {', '.join(RECOMPUTE)}")
@@ -229,6 +270,9 @@ def _flat_stage(
         elif "mesh" in sharding:
             problems.append(f"{where}sharding.mesh must be an object from axes to numbers of devices, got {mesh!r}")
             sharding["mesh"], sharding["axes"] = [1], ["unknown"]
+        if _REPEATED in sharding:
+            place = f"{where}sharding.{_REPEATED}"
+            sharding[_REPEATED] = with_numbers(sharding[_REPEATED], times, place, problems)
         _take_from_layers(sharding, f"{where}sharding.", definitions, problems)
     for kind in KINDS:
         holder, place = (sharding, f"{where}sharding.") if kind.sharding else (stage, where)
@@ -282,6 +326,9 @@ class _Definitions:
                 if other is not None:
                     same.append((place, parent, definition, other))
                     continue
+                if not isinstance(value, dict if kinds[name].pairs else list):
+                    what = "an object from names to placements" if kinds[name].pairs else "a list"
+                    problems.append(f"{place}.{definition} must be {what}, got {value!r}")
                 for entry in kinds[name].read(value):
                     if isinstance(entry, Reference):
                         problems.append(f"{place}.{definition}: '{entry.text}' names layers inside of a layer")
@@ -349,8 +396,8 @@ class _Definitions:
             raise ValueError(
                 f"'{_LAYERS}' defines no {kind.name} '{entry.name}' of '{parent}'; it has {', '.join(known)}"
             )
-        if not first <= last < first + _MOST_LAYERS:
-            raise ValueError(f"a range of layers goes from the lower number to the higher, at most {_MOST_LAYERS}")
+        if not first <= last < first + MOST_IN_A_ROW:
+            raise ValueError(f"a range of layers goes from the lower number to the higher, at most {MOST_IN_A_ROW}")
         rows = known[entry.name]
         labels = labels_of(rows)
         ends: list[int | None] = []

@@ -4,7 +4,8 @@ field             rows                                  in a file
 operators         (key,)                                "mlp.up: linear#0 add#0", "layers.0-7", "layers.8 as B"
 strategies        (key, placements)                     "mlp.up: linear#0 add#0": "S0 R -> S0", "layers.0-7": "as A"
 parameters        (name, placements)                    "mlp.up.weight": "S0", "layers.0-7": "as A"
-redistributions   (tensor, reader, shared, own)         [tensor, shared, own, readers ...], ["layers.0-7", "as A"]
+redistributions   (tensor, reader, shared, own)         ["norm/mul#0", "", "S0 > R", "mlp.up/linear#0", ...],
+                                                        [".weight", ...]: of the reader; ["layers.0-7", "as A"]
 exchanges         (operator, tensor, numbers ...)       ["mlp.up/linear#0", "norm/mul#0", 1, ".weight", 2, 3],
                                                         ["layers.8", "as A[2:]"]: without two rows
 repeated          (key, seconds)                        ["mlp.up: linear#0 add#0", 1e-6, 2e-6]
@@ -183,25 +184,38 @@ def _lists(
 
 
 def _write_redistributions(items: Sequence[Item], definitions: Any) -> list[list[Any]]:
-    """[tensor, steps that readers share, steps of each reader, readers ...]."""
+    """[tensor, steps that readers share, steps of each reader, readers ...]; `.weight` is that of the first reader's
+    module, and "" stands for where the readers' own steps begin."""
     found: list[list[Any]] = []
+    last: tuple[Any, ...] = ()
     for item in items:
         if isinstance(item, FoldedLayers):
             found += _write_lists([item], definitions)
+            last = ()
             continue
-        tensor, reader, *passages = item
-        if found and found[-1][:3] == [tensor, *passages]:
+        tensor, reader, shared, own = item
+        if last == (tensor, shared, own):
             found[-1].append(reader)
-        else:
-            found.append([tensor, *passages, reader])
+            continue
+        module = reader.rpartition("/")[0]
+        short = tensor.removeprefix(module) if module and tensor.startswith(f"{module}.") else tensor
+        found.append([short, "" if shared == _begin(own) else shared, own, reader])
+        last = (tensor, shared, own)
     return found
+
+
+def _begin(passage: str) -> str:
+    """Where steps begin and, if the gradient takes some, where those end: `S0, back S0` of `S0 > R, back P > S0`."""
+    forward, back, backward = passage.partition(", back ")
+    return f"{forward.partition(' > ')[0]}{back}{backward.rpartition(' > ')[2]}"
 
 
 def _read_redistributions(value: Any) -> Iterator[Row | Reference | str]:
     for entry in _lists("tensor, shared steps, own steps, readers ..", str, str, str, str, more=str)(value):
         if isinstance(entry, tuple) and not isinstance(entry, Reference):
             tensor, shared, own, *readers = entry
-            yield from ((tensor, reader, shared, own) for reader in readers)
+            whole = f"{readers[0].rpartition('/')[0]}{tensor}" if tensor.startswith(".") else tensor
+            yield from ((whole, reader, shared or _begin(own), own) for reader in readers)
         else:
             yield entry
 

@@ -5,9 +5,9 @@ model --layers--> stages --degrees--> meshes --SharedWork.strategies--> strategi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar.analysis.blocks import Blocks
 from autopar.analysis.example import Example
@@ -15,7 +15,7 @@ from autopar.capture.program import module_path
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import step_work
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 from autopar.hints.module_paths import few, nearest
 from autopar.options import PlanOptions
 from autopar.plan.degrees import Degrees
@@ -23,7 +23,7 @@ from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import RECOMPUTE
 from autopar.plan.stage import Stage
-from autopar.planner.hand_plan.degrees import degrees_of
+from autopar.planner.hand_plan.degrees import read_degrees
 from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
@@ -41,23 +41,29 @@ def plan_by_hand(
     wanted: Mapping[str, Any],
     progress: Progress = SILENT,
     shared: SharedWork | None = None,
+    problems: Sequence[str] = (),
 ) -> Plan:
-    """The plan with the degrees `wanted`, see `degrees_of`, for a call of a model on all devices of `cluster`.
+    """The plan with the degrees `wanted`, see `read_degrees`, for a call of a model on all devices of `cluster`.
 
-    `shared`: of earlier plans of the model under the same options. Raises PlanError that lists every degree that
-    contradicts another, the cluster or the model.
+    `shared`: of earlier plans of the model under the same options. `problems`: what is already known to be wrong.
+    Raises PlanError that lists every degree that contradicts another, the cluster or the model.
     """
-    shared = shared or SharedWork(example, options)
+    shared, refused = (shared, ()) if shared is not None else _shared_work(example, options)
     example, search = search_options(example, options, len(cluster.devices))
     program = example.program
     layers = shared.layers
-    degrees = degrees_of(
+    degrees, contradictions = read_degrees(
         n_devices=len(cluster.devices),
         batch=max(1, program.batch_size),
         splittable=example.batching.obstacle,
+        least=example.batching.least_rows,
         n_layers=len(layers),
         **wanted,
     )
+    contradictions += _mixed_stages(degrees, cluster)
+    if problems or refused or contradictions:
+        sizes = shared.cut_sizes(example, cluster).not_divided(degrees.tensor) if degrees.tensor > 1 else ()
+        _refuse([*problems, *refused], [*contradictions, *sizes])
     n_stages = degrees.n_stages
     recompute, how = _recompute(degrees, example)
     names = [device.name for device in cluster.devices]
@@ -72,7 +78,6 @@ def plan_by_hand(
     empty = stages_without_operators(stage_of, n_stages)
     if empty:
         raise PlanError(f"stages {', '.join(map(str, empty))} of pipeline={degrees.pipeline} have no operators")
-    _check_one_kind(plan, cluster)
     costs = shared.costs(example, cluster, degrees.n_microbatches, progress)
     if degrees.mesh:
         mesh = StageSharding(degrees.mesh, degrees.axes)
@@ -96,13 +101,19 @@ def plan_by_hand(
 
 
 def plan_by_hand_for_workers(
-    example: Example, workers: Sequence[Device], options: PlanOptions, wanted: Mapping[str, Any], progress: Progress
+    example: Example,
+    workers: Sequence[Device],
+    options: PlanOptions,
+    wanted: Mapping[str, Any],
+    progress: Progress = SILENT,
+    problems: Sequence[str] = (),
 ) -> Plan:
     """The same on workers of a CPU: the strategies are those for as many H100, and nothing is predicted.
 
     Raises like `plan_by_hand`.
     """
-    plan = plan_by_hand(example, Cluster.preset(f"{len(workers)}xH100"), options, wanted, progress)
+    cluster = Cluster.preset(f"{len(workers)}xH100")
+    plan = plan_by_hand(example, cluster, options, wanted, progress, problems=problems)
     names = dict(zip(plan.devices, (worker.name for worker in workers), strict=True))
     stages = tuple(replace(stage, devices=tuple(names[d] for d in stage.devices)) for stage in plan.stages)
     why = "the shards of CPU workers run one after another"
@@ -128,16 +139,33 @@ def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]
     return degrees.recompute, (f"kept, because they cannot run again as they have run: {few(list(paths))}",)
 
 
-def _check_one_kind(plan: Plan, cluster: Cluster) -> None:
-    """Raise PlanError for a stage whose devices differ: they would do equal parts at different speeds."""
-    kinds = {device.name: device.kind for device in cluster.devices}
-    for number, stage in enumerate(plan.stages):
-        mixed = dict.fromkeys(kinds[name] for name in stage.devices)
+def _shared_work(example: Example, options: PlanOptions) -> tuple[SharedWork, tuple[str, ...]]:
+    """What plans of the call share, and why the model does not have the precision asked for, if so."""
+    try:
+        return SharedWork(example, options), ()
+    except InputError as error:
+        return SharedWork(example, replace(options, precision=None)), (str(error),)
+
+
+def _mixed_stages(degrees: Degrees, cluster: Cluster) -> Iterator[str]:
+    """What is wrong with a stage whose devices differ: they would do equal parts at different speeds."""
+    kinds = [device.kind for device in cluster.devices]
+    if degrees.data * degrees.tensor * degrees.pipeline != len(kinds):
+        return  # which devices a stage has is not known
+    for rank in range(degrees.pipeline):
+        mixed = dict.fromkeys(kinds[i] for i in degrees.devices(rank))
         if len(mixed) > 1:
-            raise PlanError(
-                f"stage {number} would have devices of several types, {', '.join(mixed)}, which do equal parts of it; "
+            yield (
+                f"stage {rank} would have devices of several types, {', '.join(mixed)}, which do equal parts of it; "
                 "give degrees for which tensor x data devices in a row are of one type"
             )
+
+
+def _refuse(options: Sequence[str], degrees: Sequence[str]) -> NoReturn:
+    """Raise with what is wrong with the options that are no degrees, and with the degrees."""
+    if degrees:
+        raise PlanError("the plan by hand contradicts itself:\n  " + "\n  ".join([*options, *degrees]))
+    raise InputError("; ".join(options))
 
 
 def _lacking(plan: Plan, costs: CostGraph) -> tuple[str, ...]:
@@ -161,7 +189,7 @@ def _on_meshes(
     plan: Plan, degrees: Degrees, costs: CostGraph, shared: SharedWork, example: Example, progress: Progress
 ) -> tuple[CostGraph, tuple[str, ...], tuple[str, ...]]:
     """The cost graph over the meshes of all stages, the name of every stage's configuration, and notes."""
-    builder = _Configurations(degrees, costs, shared, example)
+    builder = Configurations(degrees, costs, shared, example)
     names = []
     for number, stage in enumerate(plan.stages[: degrees.pipeline]):
         progress(f"strategies of stage {number}", number / degrees.pipeline)
@@ -170,7 +198,7 @@ def _on_meshes(
     return on_meshes, tuple(names * degrees.chunks), tuple(builder.notes)
 
 
-class _Configurations:
+class Configurations:
     """The stage configurations of a plan: one for all stages whose devices lie on nodes in the same way."""
 
     def __init__(self, degrees: Degrees, costs: CostGraph, shared: SharedWork, example: Example) -> None:

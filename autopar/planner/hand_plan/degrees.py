@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autopar.errors import PlanError
-from autopar.plan.degrees import Degrees
+from autopar.plan.degrees import ZERO, Degrees
 from autopar.plan.recompute import RECOMPUTE
+from autopar.planner.hand_plan.cut_sizes import largest_divisor
 from autopar.schedule.builders import SCHEDULES
-
-ZERO = (0, 1, 2, 3)
 
 _INTERLEAVED = "interleaved-1f1b"
 
 
-def degrees_of(
+def read_degrees(
     *,
     n_devices: int,
     batch: int,
     splittable: str,
+    least: int,
     n_layers: int,
     tensor: Any,
     pipeline: Any,
@@ -30,12 +29,12 @@ def degrees_of(
     zero: Any,
     recompute: Any,
     sequence_parallel: Any,
-) -> Degrees:
-    """The degrees that a user asks for, with what follows from the others filled in.
+) -> tuple[Degrees, list[str]]:
+    """The degrees that a user asks for, with what follows from the others filled in, and everything that is wrong with
+    them, each with what would be right. Degrees that are no numbers or names count as their defaults.
 
-    `splittable`: why the batch of the model cannot be split, "" if it can. `n_layers`: that stages can be made of.
-
-    Raises PlanError that lists everything that is wrong with them, and what would be right.
+    `splittable`: why the batch of the model cannot be split, "" if it can. `least`: samples that a micro-batch needs.
+    `n_layers`: that stages can be made of.
     """
     counts = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks}
     counts |= {name: n for name, n in (("data", data), ("micro_batch", micro_batch)) if n is not None}
@@ -50,28 +49,24 @@ def degrees_of(
     if type(sequence_parallel) is not bool:
         problems.append(f"sequence_parallel must be True or False, got {sequence_parallel!r}")
         sequence_parallel = False
-    usable = {
-        name: 1 if name in wrong else n for name, n in counts.items()
-    }  # so that the other problems are found, too
+    usable = {name: 1 if name in wrong else n for name, n in counts.items()}  # so that other problems are found, too
     parallel = usable["tensor"] * usable["pipeline"]
     replicas = usable.get("data", max(1, n_devices // parallel))
+    few = usable["pipeline"] > 1 and not splittable
     wanted = Degrees(
         tensor=usable["tensor"],
         pipeline=usable["pipeline"],
         data=replicas,
-        micro_batch=usable.get("micro_batch", 1 if usable["pipeline"] > 1 else max(1, batch // replicas)),
+        micro_batch=usable.get("micro_batch", 1 if few else max(1, batch // replicas)),
         chunks=usable["chunks"],
         sequence_parallel=sequence_parallel,
         batch=batch,
         **chosen,
     )
-    problems += _contradictions(wanted, n_devices, n_layers, splittable)
-    if problems:
-        raise PlanError("the plan by hand contradicts itself:\n  " + "\n  ".join(problems))
-    return wanted
+    return wanted, [*problems, *_contradictions(wanted, n_devices, n_layers, splittable, least)]
 
 
-def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: str) -> Iterator[str]:
+def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: str, least: int) -> Iterator[str]:
     tensor, pipeline, data, chunks = wanted.tensor, wanted.pipeline, wanted.data, wanted.chunks
     product = tensor * pipeline * data
     if product != n_devices:
@@ -82,15 +77,23 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
     if wanted.batch % samples:
         yield (
             f"data={data} x micro_batch={wanted.micro_batch} are {samples} samples at a time, but the batch of "
-            f"{wanted.batch} samples is no multiple of {samples}"
+            f"{wanted.batch} samples is no multiple of {samples}; {_samples_right(wanted)}"
         )
     elif splittable and wanted.batch != wanted.micro_batch:
         yield f"the batch cannot be split, neither over replicas nor into micro-batches: {splittable}; " + (
             f"give data=1, micro_batch={wanted.batch}"
         )
+    if samples < min(least, wanted.batch):
+        yield (
+            f"data={data} x micro_batch={wanted.micro_batch} are {samples} samples at a time, but the model's batch "
+            f"norm needs {least} in a micro-batch; give micro_batch={-(-least // data)} or more"
+        )
     if n_layers < wanted.n_stages:
         of = f"pipeline={pipeline} x chunks={chunks}" if chunks > 1 else f"pipeline={pipeline}"
-        yield f"{of} makes {wanted.n_stages} stages, but the model has {n_layers} layers: some stages would have none"
+        yield (
+            f"{of} makes {wanted.n_stages} stages, but the model has {n_layers} layers: some stages would have none; "
+            f"give at most {n_layers} stages"
+        )
     if chunks > 1 and wanted.schedule != _INTERLEAVED:
         yield f"chunks={chunks} needs schedule='{_INTERLEAVED}', got {wanted.schedule!r}"
     if chunks > 1 and pipeline == 1:
@@ -98,4 +101,15 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
     if wanted.zero and data == 1:
         yield f"zero={wanted.zero} cuts what replicas hold, and data=1 has no replicas; give zero=0"
     if wanted.sequence_parallel and tensor == 1:
-        yield "sequence_parallel=True cuts activations over the devices that cut tensors, and tensor=1 has one"
+        yield (
+            "sequence_parallel=True cuts activations over the devices that cut tensors, and tensor=1 has one; "
+            "give tensor=2 or more, or sequence_parallel=False"
+        )
+
+
+def _samples_right(wanted: Degrees) -> str:
+    """Degrees near those wanted that divide the batch."""
+    each, rest = divmod(wanted.batch, wanted.data)
+    if rest:
+        return f"give a divisor of {wanted.batch} as data, such as {largest_divisor(wanted.batch, wanted.data)}"
+    return f"with data={wanted.data}, micro_batch={largest_divisor(each, wanted.micro_batch)} would be right"

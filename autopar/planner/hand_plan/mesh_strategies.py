@@ -31,7 +31,6 @@ from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 
 # Seconds of an offence in the selection: more than any micro-batch takes, and few enough that its seconds still count.
 _OFFENCE = 1e3
-_MOST_NAMED = 6
 
 
 class Allowed(NamedTuple):
@@ -66,10 +65,9 @@ def penalties(
     Raises PlanError that names the operators with sizes that the degrees do not divide.
     """
     offences = Offences(problem, degrees, batch_dims, keys)
-    problems = list(dict.fromkeys(offences.sizes_not_divided()))
+    problems = offences.sizes.not_divided(degrees.tensor)
     if problems:
-        more = [f"and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
-        raise PlanError("the model cannot follow the degrees:\n  " + "\n  ".join([*problems[:_MOST_NAMED], *more]))
+        raise PlanError("the model cannot follow the degrees:\n  " + "\n  ".join(problems))
     same: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
 
     def shared(counts: np.ndarray) -> np.ndarray:

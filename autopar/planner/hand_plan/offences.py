@@ -7,24 +7,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import fx
 
 from autopar.analysis.rules.notation import IndexKind, Rule
 from autopar.plan.degrees import Degrees
+from autopar.planner.hand_plan.cut_sizes import CutSizes, is_product
 from autopar.planner.intra_op.redistributions import OUTPUT, TensorUse
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.planner.intra_op.zero_storage import zero_offences
 from autopar.sharding.layouts import PARTIAL, Placements
 from autopar.sharding.stage_sharding import Stored
 from autopar.sharding.strategies import REPEATED, Strategy
-from cost_models.graphs import get_attribute
 
 # Of a matrix or an attention that is not cut, and of a normalization over parts of its rows: more than what gathering
 # and scattering around them count.
 _SEVERE = 16
 _MOST_NAMED = 4
-_PRODUCTS = {"matmul", "bmm", "baddbmm", "scaled_dot_product_attention"}  # the products of attention
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class _Operator:
     read: tuple[tuple[int, int], ...]  # place of an operand that has samples, and the dimension that counts them
     made: int | None  # the dimension of the results that counts samples
     matrices: tuple[int, ...]  # places of operands that are matrices, of products and of tables
-    heads: Mapping[str, int] | None  # of the products of attention, see `Offences._heads`
+    heads: Mapping[str, int] | None  # of the products of attention, see `CutSizes.heads`
 
     def sampled(self, one: Strategy) -> Iterator[tuple[int, Placements]]:
         """Of every operand and result with samples, the dimension that counts them and the placements."""
@@ -57,6 +55,11 @@ class Offences:
     degrees: Degrees
     batch_dims: Mapping[str, int | None]  # by node
     keys: Mapping[str, str]  # node -> operator key
+
+    @cached_property
+    def sizes(self) -> CutSizes:
+        """What the tensor axis may cut."""
+        return CutSizes(self.problem.task, self.problem.facts, self.batch_dims, self.keys)
 
     @cached_property
     def data(self) -> int | None:
@@ -96,15 +99,17 @@ class Offences:
             ruled = self.problem.facts.with_rule(self.problem.facts.node(name))
             read = [(place, one) for place, one in enumerate(ruled.operands) if isinstance(one, fx.Node)]
             dims = [(place, self.batch_dims.get(one.name)) for place, one in read]
-            matrices = tuple(place for place, one in read if self._is_matrix(one) and _is_reduced(ruled.rule, place))
-            is_attention = ruled.rule is not None and not matrices and _is_product(ruled.node)
+            matrices = tuple(
+                place for place, one in read if self.sizes.is_matrix(one) and _is_reduced(ruled.rule, place)
+            )
+            is_attention = ruled.rule is not None and not matrices and is_product(ruled.node)
             self._operators[name] = _Operator(
                 ruled.node,
                 ruled.rule,
                 tuple((place, dim) for place, dim in dims if dim is not None),
                 self.batch_dims.get(name),
                 matrices,
-                self._heads(name, ruled.rule) if is_attention and ruled.rule is not None else None,
+                self.sizes.heads(name, ruled.rule) if is_attention and ruled.rule is not None else None,
             )
         return self._operators[name]
 
@@ -161,46 +166,7 @@ class Offences:
         a, b = before[self.tensor], after[self.tensor]
         return a == b or (a < 0 and b < 0)
 
-    def _is_matrix(self, node: fx.Node) -> bool:
-        """Whether a node is a trained parameter of two dimensions or more."""
-        if node.op != "get_attr":
-            return False
-        value = get_attribute(self.problem.task.module, str(node.target))
-        return isinstance(value, torch.nn.Parameter) and value.dim() > 1
-
     # -- what cannot be followed ----------------------------------------------------------------------------------
-
-    def sizes_not_divided(self) -> Iterator[str]:
-        """Matrices and attentions without a size that the tensor degree divides."""
-        n = self.degrees.tensor
-        for name in self.problem.options if n > 1 else ():
-            node = self.problem.facts.node(name)
-            rule = self.problem.facts.with_rule(node).rule
-            matrices = [source for source in node.all_input_nodes if self._is_matrix(source)]
-            for source in matrices:
-                shape = tuple(get_attribute(self.problem.task.module, str(source.target)).shape)
-                if all(size % n for size in shape):
-                    yield f"{source.target} of shape {shape} cannot be cut over tensor={n}: no size is a multiple of it"
-            if rule is None or matrices or not _is_product(node):
-                continue
-            heads = list(self._heads(name, rule).values())
-            if heads and all(size % n for size in heads):
-                yield (
-                    f"{self.keys.get(name, name)} has {' x '.join(map(str, heads))} heads, which tensor={n} devices "
-                    f"cannot share evenly; give a divisor, such as {_divisor_below(heads[-1], n)}"
-                )
-
-    def _heads(self, name: str, rule: Rule) -> Mapping[str, int]:
-        """Indices, with their sizes, that both factors and the product of an attention have, besides the samples."""
-        first, second, *_ = ({index for dims in operand for index in dims} for operand in rule.inputs)
-        samples = self.batch_dims.get(name)
-        own = {index for place, dims in enumerate(rule.outputs[0]) for index in dims if place != samples}
-        shared = [index for index in rule.sizes if index in first & second & own]
-        return {
-            index: int(rule.sizes[index])
-            for index in shared
-            if rule.kinds[index] is IndexKind.KEPT and rule.sizes[index] > 1
-        }
 
     def notes(self, found: Sharding) -> Iterator[str]:
         """What the model does not let the degrees cut."""
@@ -245,11 +211,3 @@ def _is_reduced(rule: Rule | None, place: int) -> bool:
         return True
     made = {index for dims in rule.outputs for dim in dims for index in dim}
     return any(index not in made for dim in rule.inputs[place] for index in dim)
-
-
-def _is_product(node: fx.Node) -> bool:
-    return str(node.target).removeprefix("aten.").partition(".")[0] in _PRODUCTS
-
-
-def _divisor_below(size: int, n: int) -> int:
-    return max(d for d in range(1, min(size, n) + 1) if size % d == 0)

@@ -26,6 +26,7 @@ from autopar.costs.model_flops import model_flops
 from autopar.costs.recipe import Recipe
 from autopar.options import PlanOptions
 from autopar.plan.degrees import Degrees
+from autopar.planner.hand_plan.cut_sizes import CutSizes
 from autopar.planner.hand_plan.layers import layers_of
 from autopar.planner.hand_plan.mesh_strategies import Allowed, Penalties, by_degrees, penalties
 from autopar.planner.inter_op.meshes import Subject, subject_of
@@ -107,6 +108,13 @@ class SharedWork:
         if samples not in self._flops:
             self._flops[samples] = model_flops(example)
         return self._flops[samples]
+
+    def cut_sizes(self, example: Example, cluster: Cluster) -> CutSizes:
+        """The sizes of the model that tensor parallelism cuts, seen from a call."""
+        rows = max(1, example.program.batch_size)
+        module = self.folded.module
+        task = ShardingTask(module, self.subject.inputs(rows), rows, cluster, training=example.training)
+        return CutSizes(task, self.facts(task), example.batching.batch_dims, self.keys)
 
     def facts(self, task: ShardingTask) -> GraphFacts:
         if task.rows not in self._facts:

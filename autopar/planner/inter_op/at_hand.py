@@ -32,9 +32,10 @@ class SearchingAtHand(Searching):
             self.add_meshes(m, self.meshes.widths)
             for used in self.device_counts():
                 for config in self.configs(m, used) if sum(used) > 1 else ():
-                    self._search(config, found, self.effort.tolerance)
-                    if config.chunks == 1:  # without single devices, if those prove to lack memory
-                        self._search(replace(config, least_width=2), found, self.effort.tolerance)
+                    # Also without single devices, if those prove to lack memory.
+                    wide = [replace(config, least_width=2)] if config.chunks == 1 else []
+                    for one in filter(self.has_kinds, [config, *wide]):
+                        self._search(one, found, self.effort.tolerance)
         return [*candidates, *self._simulate(found)]
 
     def widths(self, m: int) -> list[int]:

@@ -132,6 +132,7 @@ class AtomTimes(NamedTuple):
     # `kernels` of stages that are not compiled, where `kernels` are of compiled ones; None: all stages run alike.
     captured: PassSeconds[np.ndarray] | None = None
     left_alone: frozenset[Recompute] = frozenset()  # stages that recompute so take what `captured` says
+    accumulation: np.ndarray | float = 0.0  # [n] of the backward, what the first of a replica's micro-batches lacks
 
     def running(self, recompute: Recompute) -> AtomTimes:
         """The times of stages with this mode, compiled or not."""
@@ -169,6 +170,12 @@ class AtomTimes(NamedTuple):
             kernels, host, network = with_cores(kernels, host, network, again)
         taken = PassSeconds(*map(float, passes(kernels, host, self.start, network, split=split)))
         return in_one_part(taken) if recompute.by_layer else taken
+
+    def not_accumulated(self, inside: Sequence[int], taken: PassSeconds[float], *, split: bool) -> float:
+        """What the backward of a stage takes less that adds its gradients to none. `taken`: the stage's passes."""
+        seconds = np.asarray(self.accumulation)
+        own = float(seconds[list(inside)].sum()) if seconds.ndim else 0.0
+        return min(own, taken.weight if split else taken.backward)
 
     def network(self, inside: Sequence[int]) -> PassSeconds[float]:
         """Of all collectives in the passes of a stage, where some run behind kernels."""
@@ -243,6 +250,8 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     splitting = atoms.sums(table.nodes, np.where(backward > 0, costs.python.splitting, 0.0)) if splits else 0.0
     again = (cores, blocks, operators)
     times = AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), *again, overlapped, splitting)
+    if table.accumulation is not None:
+        times = times._replace(accumulation=atoms.sums(table.nodes, table.accumulation))
     ratio = costs.compiled.get(name)
     if ratio is None:
         return times

@@ -9,7 +9,8 @@ c, so that stages on D devices in all, on at most R each, have
 where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m. On
 meshes of several devices all devices of a mesh are busy with the stage: w and c count once for each of them. As
 f_s + p_s >= m / r t_s, too, the objective is at least m (w + c) / D, which is more where replicas are many. A cut
-divides the devices, too. What crosses it is sent by a stage before it, and received by one after it:
+divides the devices, too. The first micro-batch of a replica lacks the accumulation of gradients, at most that of the
+whole model. What crosses a cut is sent by a stage before it, and received by one after it:
 
     D devices:   D1 before | D2 after     max p_s >= (m - R) max((w1 + sent) / D1, (w2 + received) / D2)
 
@@ -41,8 +42,9 @@ def work_bound(problem: Problem, counts: Sequence[int]) -> float:
     """Seconds in which `counts` devices of each pool can do the work of all micro-batches at best, however they are
     scheduled; a bound on every simulated step, too."""
     everything, nothing = np.ones((1, problem.n_atoms)), np.zeros(1)
-    busy = _Relaxed(problem, counts).busy(np.array(counts), everything, nothing, nothing)
-    return float(problem.n_microbatches * busy[0])
+    relaxed = _Relaxed(problem, counts)
+    busy = relaxed.busy(np.array(counts), everything, nothing, nothing)
+    return max(0.0, float(problem.n_microbatches * busy[0] - relaxed.lacking))
 
 
 # By the number of devices of each pool before cuts, bounds for these devices and for the others; see `cut_bounds`.
@@ -64,7 +66,8 @@ def least_terms(problem: Problem, counts: Sequence[int]) -> LeastTerms:
     slowest = relaxed.busy(np.array(counts), np.ones((1, problem.n_atoms)), nothing, nothing)
     cuts, each = problem.space.cuts_as_numbers, relaxed.fill_of_atoms()
     before, after = np.maximum(cuts @ each, 0.0), np.maximum((1 - cuts) @ each, 0.0)
-    return LeastTerms(float(relaxed.rounds * slowest[0]), float(after[0]), before, after)
+    largest = max(0.0, float(relaxed.rounds * slowest[0] - relaxed.lacking))
+    return LeastTerms(largest, float(after[0]), before, after)
 
 
 def cut_bounds(problem: Problem, counts: Sequence[int], cuts: np.ndarray) -> tuple[np.ndarray, Splits]:
@@ -111,6 +114,8 @@ class _Relaxed:
         most_meshes = int((self._counts[self._pools] // self._widths).max())
         most_replicas = min(problem.max_replicas, problem.n_microbatches, most_meshes)
         self.rounds = max(problem.n_microbatches * problem.chunks - most_replicas, 0)
+        self.lacking = problem.chunks * float(problem.most_lacking.sum())  # s that a device needs less at most
+        self._one_round = most_replicas >= problem.n_microbatches * problem.chunks
 
     def with_cuts(self, cuts: np.ndarray) -> tuple[np.ndarray, Splits]:
         """`cut_bounds`."""
@@ -126,8 +131,9 @@ class _Relaxed:
         return np.where(possible, seconds, np.inf), splits
 
     def _in_all_rounds(self, busy: np.ndarray) -> np.ndarray:
-        """Seconds of all rounds; inf also where there is none."""
-        return np.multiply(self.rounds, busy, where=np.isfinite(busy), out=busy.copy())
+        """Seconds of all rounds at least; inf also where there is none."""
+        seconds = np.multiply(self.rounds, busy, where=np.isfinite(busy), out=busy.copy())
+        return np.maximum(seconds - self.lacking, 0.0)
 
     def _splits(
         self, cuts: np.ndarray, later: np.ndarray, earlier: np.ndarray
@@ -150,10 +156,10 @@ class _Relaxed:
     def seconds(self, fills: np.ndarray, slowest: np.ndarray) -> np.ndarray:
         """[n] seconds of a step at least, with the sum of the fills and what the slowest device does for a
         micro-batch."""
-        found = fills + self.rounds * slowest
+        found = fills + np.maximum(self.rounds * slowest - self.lacking, 0.0)
         problem = self._problem
         if problem.sum_counts and problem.chunks == 1:
-            found = np.maximum(found, problem.n_microbatches * slowest)
+            found = np.maximum(found, problem.n_microbatches * slowest - self.lacking)
         return np.asarray(found)
 
     def busy(self, counts: np.ndarray, atoms: np.ndarray, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
@@ -202,7 +208,7 @@ class _Relaxed:
         if not problem.sum_counts:
             return np.zeros(problem.n_atoms)
         work = (self._every - 2 * problem.most_delayed)[np.isin(self._pools, used)].min(axis=0)
-        return np.asarray(work / problem.chunks)
+        return np.asarray(work / problem.chunks - (problem.most_lacking if self._one_round else 0.0))
 
     def _cheapest(self, seconds: np.ndarray) -> np.ndarray:
         return np.array([seconds[self._pools == pool].min() for pool in range(len(self._counts))])

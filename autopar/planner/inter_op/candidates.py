@@ -255,6 +255,8 @@ class Searching(SearchSpace):
         """The partition under its schedule, and where the schedule is free, under those that were not searched."""
         stages = tuple(tuple(np.flatnonzero(inside).tolist()) for inside in found.stages())
         groups = assign_groups(self.costs, self.pools, self.atoms, stages, found, config.chunks)
+        if groups is None:
+            return
         kinds = [found.problem.kinds[stage.kind].name for stage in found.solution.stages]
         names = tuple(kinds) if self.costs.configurations else ()
         schedules = [config.schedule]

@@ -58,9 +58,11 @@ def chain_bounds(
     [n_cuts, atoms], and is better than `limit`; inf where there is no such plan.
 
     `splits`: `cut_bounds` of the cuts. n is the number of cuts that can be afforded. None where the sum of stages
-    counts or stages have replicas.
+    counts, stages have replicas or the first micro-batch lacks something.
     """
     if problem.sum_counts or problem.max_replicas > 1 or any(kind.space or kind.width > 1 for kind in problem.kinds):
+        return None
+    if problem.accumulation is not None:
         return None
     states = _allowed(splits, counts, limit)
     n = _affordable(states, counts)

@@ -9,7 +9,8 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.planner.inter_op.atoms import Atoms
 from autopar.planner.inter_op.cut_selection import PartitionResult
-from autopar.planner.inter_op.device_pools import neighbours
+from autopar.planner.inter_op.device_pools import neighbours, nodes_of
+from autopar.planner.inter_op.mesh_places import place_together
 
 _STARTS = 8  # groups tried for the first stage
 _MOST_PLACED = 64
@@ -22,8 +23,9 @@ def assign_groups(
     stages: Sequence[tuple[int, ...]],
     found: PartitionResult,
     chunks: int,
-) -> tuple[tuple[DeviceGroup, ...], ...]:
-    """The replicas of each stage; with `chunks`, stages s and s + ranks run on the same groups.
+) -> tuple[tuple[DeviceGroup, ...], ...] | None:
+    """The replicas of each stage; with `chunks`, stages s and s + ranks run on the same groups. None if meshes of
+    several widths do not find their places in the nodes.
 
     Where all links are alike, groups are many, or widths differ, each stage takes the next devices of its pool in the
     given order (a cluster's: node by node). Otherwise each stage in turn takes the groups that its inputs reach fastest
@@ -36,7 +38,8 @@ def assign_groups(
     replicas = [stage.replicas for stage in solution.stages[:ranks]]
     widths = [found.problem.kinds[stage.kind].width for stage in solution.stages[:ranks]]
     if len(set(zip(pool_of, widths, strict=True))) > len(set(pool_of)):
-        return _of_any_width(costs, pools, list(zip(pool_of, widths, replicas, strict=True))) * chunks
+        groups = _of_any_width(costs, pools, list(zip(pool_of, widths, replicas, strict=True)))
+        return None if groups is None else groups * chunks
     width_of = dict(zip(pool_of, widths, strict=True))
     pools = [neighbours(costs, pool, width_of.get(index, 1)) for index, pool in enumerate(pools)]
     if costs.one_link is not None or not costs.links or len(costs.groups) > _MOST_PLACED:
@@ -84,10 +87,12 @@ class FreeDevices:
 
 def _of_any_width(
     costs: CostGraph, pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]
-) -> tuple[tuple[DeviceGroup, ...], ...]:
+) -> tuple[tuple[DeviceGroup, ...], ...] | None:
     """The groups of each stage, in order. `needs`: pool, width and replicas of each stage."""
     cluster = costs.mesh_cluster
-    if cluster is None or (cluster.nodes == 1 and (costs.shards is not None or not _even(pools, needs))):
+    if cluster is None or costs.shards is not None:  # meshes may have any widths, and nodes any numbers of devices
+        return _at_hand(costs, pools, needs)
+    if cluster.nodes == 1 and not _even(pools, needs):
         # Within a single node, meshes may lie anywhere.
         left = [[group.first for group in pool] for pool in pools]
         return tuple(tuple(costs.group(tuple(_first(left[pool], width))) for _ in range(n)) for pool, width, n in needs)
@@ -97,6 +102,20 @@ def _of_any_width(
         widths = {width for of_pool, width, _ in needs if of_pool == index}
         free.append(FreeDevices(pool, nodes.count(nodes[0]), widths))
     return tuple(tuple(costs.group(free[pool].take(width)) for _ in range(n)) for pool, width, n in needs)
+
+
+def _at_hand(
+    costs: CostGraph, pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]
+) -> tuple[tuple[DeviceGroup, ...], ...] | None:
+    found: list[list[DeviceGroup]] = [[] for _ in needs]
+    for index, pool in enumerate(pools):
+        mine = [(stage, width) for stage, (of_pool, width, n) in enumerate(needs) for _ in range(n) if of_pool == index]
+        places = place_together(nodes_of(costs, pool), [width for _, width in mine])
+        if places is None:
+            return None
+        for (stage, _), place in zip(mine, places, strict=True):
+            found[stage].append(costs.group(tuple(pool[device].first for device in place)))
+    return tuple(map(tuple, found))
 
 
 def _even(pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]) -> bool:

@@ -11,6 +11,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import ReductionCurve, reduction_curve, reduction_seconds_per_byte
 from autopar.costs.sends import Lane, Lanes, estimated_sends
+from autopar.planner.inter_op.mesh_places import mesh_places
 from autopar.planner.inter_op.optimizer_seconds import optimizer_rates
 from autopar.planner.inter_op.problem import DeviceKind
 
@@ -37,11 +38,18 @@ def pools_of(groups: Sequence[DeviceGroup]) -> list[list[DeviceGroup]]:
 
 
 def neighbours(costs: CostGraph, pool: Sequence[DeviceGroup], width: int) -> list[DeviceGroup]:
-    """The meshes of `width` neighbouring devices of a pool, one after the other; or its devices alone."""
+    """The meshes of `width` neighbouring devices of a pool, node by node; or its devices alone."""
     if width == 1:
         return list(pool)
     names = [group.first for group in pool]
-    return [costs.group(tuple(names[i : i + width])) for i in range(0, len(names) - width + 1, width)]
+    places = mesh_places(nodes_of(costs, pool), width)
+    return [costs.group(tuple(names[device] for device in place)) for place in places]
+
+
+def nodes_of(costs: CostGraph, pool: Sequence[DeviceGroup]) -> list[int]:
+    """The number of the node of each device of a pool; all in one where no mesh is priced."""
+    cluster = costs.mesh_cluster
+    return [0 if cluster is None else cluster.node_of(group.first) for group in pool]
 
 
 def kind_of_pool(

@@ -18,6 +18,10 @@ and has what one layer saves at work, beside what an operator of that layer need
 
 One whose layers keep every second product, too, has the results of these in flight as well.
 
+When the optimizer steps, no activations are left, and it may need more bytes than these:
+
+    stepping     temporaries of all parameters at once, where its kernels go through all of them together
+
 One that recomputes selectively keeps all but what the cores of its attentions make (rebuilt), and has that of one core
 at work:
 

@@ -20,6 +20,7 @@ from autopar.planner.intra_op.redistributions import Collective
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.solution import StageOperators, exchanges_within, stage_sharding
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
+from autopar.sharding.layouts import parts
 from autopar.sharding.stage_sharding import StageSharding
 from cost_models.collectives.overlap import CONTENTION, Overlap, exposed_behind
 
@@ -99,6 +100,7 @@ def mesh_configuration(
             weight=np.maximum(weight, 0.0),
             gathering=_gathering(program, solution, table, columns),
             collectives=None if overlap.launches else (columns["network_forward"], columns["network_backward"]),
+            accumulation=_accumulation(program, solution, table),
         ),
         operators_on_mesh(program, facts, solution, kind, task.cluster, m),
         program,
@@ -110,6 +112,28 @@ def mesh_configuration(
 
 
 _ByNode = dict[str | First, float]  # of each copy of a node of the folded graph; what the first has besides
+
+
+def _accumulation(program: SplitProgram, solution: Sharding, table: CostTable) -> np.ndarray | None:
+    """[nodes] s, as in `CostTable`: each device adds up the gradients of its parts of parameters, in turns with those
+    on the same hardware."""
+    shards, mesh = program.costs.shards, solution.mesh
+    if table.accumulation is None or shards is None:
+        return None
+    stored = {program.storages[n]: one for n, one in solution.stored.items() if n in program.storages}
+    turns = shards.turns(mesh.devices)
+
+    def share(node: str) -> float:
+        """Of the node's parameters that each device has."""
+        total = own = 0.0
+        for storage, weight in program.costs.operators[node].parameters.items():
+            known = stored.get(program.represented[node].get(storage) or storage)
+            total += weight.trained * weight.nbytes
+            own += weight.trained * weight.nbytes / (1 if known is None else parts(known.layout, mesh.shape))
+        return own / total if total else 1.0
+
+    pairs = zip(table.nodes, table.accumulation, strict=True)
+    return np.array([seconds * turns * share(node) if seconds else 0.0 for node, seconds in pairs])
 
 
 def _columns(seconds: Mapping[str, _ByNode], nodes: tuple[str, ...], program: SplitProgram) -> dict[str, np.ndarray]:

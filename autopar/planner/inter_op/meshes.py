@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +31,7 @@ from autopar.capture.repeated_layers.fold import Folded, fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
+from autopar.planner.inter_op.mesh_places import mesh_places
 from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.intra_op.frontier import frontier, with_regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
@@ -137,9 +138,9 @@ class Meshes:
         also all other numbers of nodes, and within a single small one all other numbers of devices, if the model can
         be cut into as many parts (`_useful`): a plan for fewer devices may have such meshes. At hand see
         `_widths_at_hand`."""
-        per_kind = [self._per_node(kind) for kind in dict.fromkeys(d.kind for d in self._devices)]
         if self._costs.shards is not None:
-            return self._widths_at_hand(min(self._costs.shards.widest, max(per_kind)))
+            return self._widths_at_hand(self._costs.shards.widest)
+        per_kind = [self._per_node(kind) for kind in dict.fromkeys(d.kind for d in self._devices)]
         most = max((count * self._cluster.nodes for count in per_kind), default=0)
         found = {most}
         for count in per_kind:
@@ -166,18 +167,23 @@ class Meshes:
         return True
 
     def _widths_at_hand(self, widest: int) -> list[int]:
-        """Powers of two, divisors of the devices of a kind, and `widest`."""
-        counts = {self._per_node(kind) for kind in {d.kind for d in self._devices}}
-        powers = {1 << shift for shift in range(1, widest.bit_length())}
-        even = {width for width in range(2, widest + 1) if any(count % width == 0 for count in counts)}
-        return sorted({width for width in powers | even | {widest} if 1 < width <= widest})
+        """Within a node powers of two, divisors of its devices of a kind, and `widest`. Over several of the largest
+        nodes their devices doubled any number of times, and all devices of a kind."""
+        found: set[int] = set()
+        for kind in {d.kind for d in self._devices}:
+            sizes = list(Counter(self._nodes(kind)).values())
+            total, most = sum(sizes), max(sizes)
+            found |= {1 << shift for shift in range(1, most.bit_length())}
+            found |= {width for width in range(2, most + 1) if any(size % width == 0 for size in sizes)}
+            found |= {min(widest, most), total, *(most << shift for shift in range(len(sizes).bit_length()))}
+        return sorted(width for width in found if 1 < width <= widest and self._kinds(width))
 
     def turns(self, width: int) -> int:
         """How many devices of a mesh compute one after another, at least."""
         shards = self._costs.shards
         if shards is None:
             return 1
-        groups = [[d.name for d in self._devices if d.kind == kind][:width] for kind in self._kinds(width)]
+        groups = [[d.name for d in self._places(kind, width)[0]] for kind in self._kinds(width)]
         return min((shards.turns(names) for names in groups), default=width)
 
     def divides(self, m: int) -> bool:
@@ -186,7 +192,7 @@ class Meshes:
 
     def n_shapes(self, width: int) -> int:
         """The usual mesh shapes of all kinds of devices."""
-        return sum(len(_shapes(width, self._per_node(kind))) for kind in self._kinds(width))
+        return sum(len(self._shapes(kind, width)) for kind in self._kinds(width))
 
     def of(self, width: int, counts: Sequence[int]) -> CostGraph | None:
         """The cost graph over meshes of `width` devices alone; None if there is no such mesh.
@@ -205,7 +211,7 @@ class Meshes:
         kinds = self._kinds(width) if self.divides(m) else []
         found: list[MeshConfiguration] = []
         for kind in kinds:
-            for shape in _shapes(width, self._per_node(kind), every=every_shape):
+            for shape in self._shapes(kind, width, every=every_shape):
                 if (kind, shape, m) not in self._found:
                     self._found[kind, shape, m] = tuple(self._of_shape(kind, shape, m))
                 found += self._found[kind, shape, m]
@@ -220,21 +226,42 @@ class Meshes:
         return [d for d in self._costs.devices if self._cluster.specs[d.kind].device_type != "cpu"]
 
     def _kinds(self, width: int) -> list[str]:
-        """Device types whose meshes of `width` fill nodes, or shares of a node, evenly."""
+        """Device types with meshes of `width`; in planned clusters they fill nodes, or shares of a node, evenly."""
         found = []
         for kind in dict.fromkeys(d.kind for d in self._devices):
+            if self._costs.shards is not None:
+                found += [kind] if self._places(kind, width) else []
+                continue
             per_node = self._per_node(kind)
             anywhere = self._cluster.nodes == 1
             even = anywhere or per_node % width == 0 or width % per_node == 0
             found += [kind] if even and width <= per_node * self._cluster.nodes else []
         return found
 
+    def _shapes(self, kind: str, width: int, *, every: bool = False) -> list[tuple[int, ...]]:
+        if self._costs.shards is None:
+            return _shapes(width, self._per_node(kind), every=every)
+        first = Counter(self._cluster.node_of(device) for device in self._places(kind, width)[0])
+        of_nodes = first.values()  # one axis where they differ, too: no shape has as many devices in each
+        one_axis = every or max(of_nodes) == 1 or len(set(of_nodes)) > 1
+        return _shapes(width, math.gcd(*of_nodes), every=one_axis)
+
+    def _places(self, kind: str, width: int) -> list[list[Device]]:
+        """The devices of all meshes of `width`."""
+        mine = [d for d in self._devices if d.kind == kind]
+        return [[mine[device] for device in place] for place in mesh_places(self._nodes(kind), width)]
+
+    def _nodes(self, kind: str) -> list[int]:
+        """The node of each device of a kind."""
+        return [self._cluster.node_of(d) for d in self._devices if d.kind == kind]
+
     def _per_node(self, kind: str) -> int:
         return sum(d.kind == kind for d in self._devices) // self._cluster.nodes
 
     def _of_shape(self, kind: str, shape: tuple[int, ...], m: int) -> Iterator[MeshConfiguration]:
-        mine, width = [d for d in self._devices if d.kind == kind], math.prod(shape)
-        devices, n_meshes = mine[:width], len(mine) // width
+        width = math.prod(shape)
+        places = self._places(kind, width)
+        devices, n_meshes = places[0], len(places)
         memory = min(self._limit, *(d.memory for d in devices))
         task = as_measured(self._subject.task(self._costs, self._folded, m), self._costs, self._folded, kind, width)
         mesh = make_mesh(shape, [d.name for d in devices], _NAMES[-len(shape) :])

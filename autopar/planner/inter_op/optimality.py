@@ -67,7 +67,8 @@ def _balanced(searching: Searching, config: Config) -> float:
     used = [config.counts[pool] > 0 for pool in problem.pools]
     work = float(problem.least_work[used].min(axis=0).sum())
     ranks = sum(config.counts) // (config.least_width * config.copies)
-    return work * (1 / config.chunks + (problem.n_microbatches - 1 / config.chunks) / ranks)
+    lacking = config.chunks * float(problem.most_lacking.sum())
+    return max(0.0, work * (1 / config.chunks + (problem.n_microbatches - 1 / config.chunks) / ranks) - lacking)
 
 
 def _gap(objective: float, bound: float) -> str:

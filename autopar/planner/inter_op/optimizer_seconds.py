@@ -1,4 +1,4 @@
-"""What the optimizer's step adds to the end of a step, on devices that are not at hand.
+"""What the optimizer's step adds to the end of a step, in seconds and bytes, on devices that are not at hand.
 
     parameter --Weight.step--> StepShare --sum over a stage--> OptimizerRates.seconds --> s once a step
 
@@ -8,6 +8,7 @@ The objective and the simulator add up the same shares. On devices at hand the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from autopar.costs.cost_graph import CostGraph
 from autopar.planner.arrangement import Arrangement
@@ -32,14 +33,21 @@ def optimizer_rates(costs: CostGraph, kind: str, optimizer: str) -> OptimizerRat
     return rates
 
 
-def optimizer_seconds(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, optimizer: str) -> list[float]:
-    """Seconds of each stage once a step."""
+class StageStep(NamedTuple):
+    """The optimizer's step of one stage."""
+
+    seconds: float
+    held: int  # bytes of temporaries on each device
+
+
+def stage_steps(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, optimizer: str) -> list[StageStep]:
+    """Of each stage."""
     found = []
     for stage, name in enumerate(arrangement.cost_names):
         inside, kind = set(arrangement.stages[stage]), arrangement.groups[stage][0].kind
         rates = optimizer_rates(costs, kind, optimizer)
-        mine = [s.share for s in stepped(costs, atoms.of(name), optimizer) if not inside.isdisjoint(s.atoms)]
-        found.append(0.0 if rates is None else rates.seconds(sum_of(mine)))
+        mine = sum_of([s.share for s in stepped(costs, atoms.of(name), optimizer) if not inside.isdisjoint(s.atoms)])
+        found.append(StageStep(0.0 if rates is None else rates.seconds(mine), int(mine.held)))
     return found
 
 

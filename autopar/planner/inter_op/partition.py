@@ -12,7 +12,8 @@ w_s = 0 for other schedules):
           + latency + bytes x seconds_per_byte of its lane, for each direction of its incoming values with bytes
     u_s = t_s, or where transfers run behind the passes of other micro-batches, the longer of passes and transfers:
           of its forward and of its backward under gpipe, of both together under interleaved 1F1B
-    o_s = what happens once a step: collectives of its mesh, gradients of parameters that another stage has, too
+    o_s = what happens once a step: collectives of its mesh, gradients of parameters that another stage has, too, less
+          the accumulation of gradients, which the first micro-batch of a replica lacks (with m <= r_s, f_s lacks it)
 
 With equal stages that is (m + p - 1) t for GPipe and 1F1B, and m t + (p - 1)(F + I - W) for ZB-H1. With v stages on a
 device (interleaved 1F1B) every device counts as v of them, f_s = t_s / v and p_s = (m v - 1) t_s: (m v + p - 1) t with

@@ -243,6 +243,8 @@ class Problem:
     weight: np.ndarray | None = None  # [n_kinds, n] seconds of `backward` that a split backward may delay
     captured: Captured | None = None  # of stages that are not compiled; None: all stages run alike
     once: np.ndarray | None = None  # [n_kinds, n] seconds once a step, however many micro-batches and replicas
+    # [n_kinds, n] seconds of `backward`, and of `weight`, that the first micro-batch of each replica lacks.
+    accumulation: np.ndarray | None = None
     launches: Launches | None = None  # beside `forward`, `backward` and `weight`; None: those contain them
     overlapping: Overlapping | None = None  # None: no collective runs behind kernels
     overhead: float = 0.0  # s of every action of a stage (forward, backward, weight part), beside its operators
@@ -259,7 +261,7 @@ class Problem:
     def __post_init__(self) -> None:
         n = self.space.n_atoms
         _check(len(self.kinds) >= 1, "the problem needs at least one kind of device")
-        for name in ("forward", "backward", "weight", "once"):
+        for name in ("forward", "backward", "weight", "once", "accumulation"):
             array = getattr(self, name)
             if array is not None:
                 shape = (len(self.kinds), n)
@@ -341,6 +343,7 @@ class Problem:
             backward=self.backward[kept],
             weight=None if self.weight is None else self.weight[kept],
             once=None if self.once is None else self.once[kept],
+            accumulation=None if self.accumulation is None else self.accumulation[kept],
             launches=None if launches is None else launches.only(kept),
             overlapping=None if overlapping is None else overlapping.only(kept),
             captured=None if self.captured is None else self.captured.only(kept),
@@ -375,6 +378,11 @@ class Problem:
         if self.captured is not None:
             longest = np.maximum(longest, self.captured.each.weight)
         return longest if self.overlapping is None else np.maximum(longest, self.overlapping.network.weight)
+
+    @cached_property
+    def most_lacking(self) -> np.ndarray:
+        """[n] seconds of each atom that add up to no less than what the first micro-batch of any stage lacks."""
+        return np.zeros(self.n_atoms) if self.accumulation is None else self.accumulation.max(axis=0)
 
     @cached_property
     def n_actions(self) -> int:

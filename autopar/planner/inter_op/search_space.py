@@ -25,8 +25,9 @@ from autopar.planner.inter_op.atoms import make_atoms, with_configurations
 from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import cuts_worth_looking_at, most_cuts
 from autopar.planner.inter_op.cuts import AtomGraph
-from autopar.planner.inter_op.device_pools import kind_of_pool, pools_of
+from autopar.planner.inter_op.device_pools import kind_of_pool, nodes_of, pools_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
+from autopar.planner.inter_op.mesh_places import counts_exactly
 from autopar.planner.inter_op.optimizer_seconds import stepped
 from autopar.planner.inter_op.problem import Captured, DeviceKind, Launches, Overlapping, Problem, Space
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
@@ -55,6 +56,7 @@ class SearchSpace:
         self.atoms = make_atoms(costs, options.constraints)
         self.pools = pools_of(costs.groups)
         self.full: Used = tuple(len(pool) for pool in self.pools)
+        self._nodes = [nodes_of(costs, pool) for pool in self.pools]
         self._single = tuple(self._kind(pool, 1) for pool in range(len(self.pools)))
         # Seconds of planned clusters do not depend on how many devices are busy, so that one search knows them all.
         self.ahead = costs.cluster is not None
@@ -76,6 +78,7 @@ class SearchSpace:
         self.most_replicas = options.max_replicas or len(costs.groups)
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
         self._known_kinds: dict[tuple[int, int], DeviceKind] = {}
+        self._known_counts: dict[tuple[int, int, int], bool] = {}
 
     def problem(self, m: int, schedule: str, counts: Used, chunks: int = 1, space: Space | None = None) -> Problem:
         """The partition problem for `m` micro-batches, with the times of operators on that many busy devices."""
@@ -104,6 +107,7 @@ class SearchSpace:
             launches=_launches(times),
             overlapping=_overlapping(times, costs.overlap),
             once=np.array([t.once for t in times]),
+            accumulation=_accumulation(times),
             n_microbatches=m // copies,
             schedule="gpipe" if phased else schedule,
             kinds=tuple(kind.of_one_copy(copies, chunks) for kind in kinds),
@@ -227,11 +231,23 @@ class SearchSpace:
             for one in self.costs.configurations:
                 widest = min(most, single.count // config.copies)
                 of_pool = one.kind == single.name and config.least_width <= one.width <= widest
-                if of_pool and one.n_microbatches == config.n_microbatches:
+                if of_pool and one.n_microbatches == config.n_microbatches and self._counts(pool, one.width, config):
                     own = self._configured_space(space, one.name)
                     kind = self._known_kind(pool, one.width)
                     found.append(replace(kind, name=one.name, pool=pool, space=own))
         return tuple(found)
+
+    def has_kinds(self, config: Config) -> bool:
+        """Whether every pool has devices or meshes that `config` allows."""
+        return {kind.pool for kind in self._kinds(config, self._space)} >= set(range(len(self.pools)))
+
+    def _counts(self, pool: int, width: int, config: Config) -> bool:
+        """Whether the devices of a pool may be counted without knowing their nodes: see `counts_exactly`."""
+        n_devices = config.counts[pool]
+        key = (pool, width, n_devices)
+        if key not in self._known_counts:
+            self._known_counts[key] = counts_exactly(self._nodes[pool], width, n_devices)
+        return self._known_counts[key]
 
     def _known_kind(self, pool: int, width: int) -> DeviceKind:
         if (pool, width) not in self._known_kinds:
@@ -367,6 +383,13 @@ def _captured(times: Sequence[AtomTimes]) -> Captured | None:
         return None
     each = [t.kernels if t.captured is None else t.captured for t in times]
     return Captured(PassSeconds(*(np.maximum(of, 0.0) for of in zip(*each, strict=True))), modes)
+
+
+def _accumulation(times: Sequence[AtomTimes]) -> np.ndarray | None:
+    """By kind; None where it is not known apart."""
+    if not any(np.any(t.accumulation) for t in times):
+        return None
+    return np.array([np.maximum(t.accumulation, np.zeros(t.once.shape)) for t in times])
 
 
 def _launches(times: Sequence[AtomTimes]) -> Launches | None:

@@ -62,6 +62,8 @@ class Costs:
         self._known_passes: dict[tuple[int, int], PassSeconds[np.ndarray]] = {}
         self._known_networks: dict[int, PassSeconds[np.ndarray]] = {}
         self._known_behind: dict[int, Behind[np.ndarray]] = {}
+        self._known_reduced: dict[int, np.ndarray] = {}  # by replicas, of one kind
+        self._reduced_kind = -1
         self.modes = [
             Mode(kind, recompute)
             for kind, pool in enumerate(problem.pools)
@@ -69,7 +71,7 @@ class Costs:
             for recompute in self._recompute()
         ]
         self._pairs = problem.space.tables.pairs
-        self._known_terms: dict[tuple[Mode, Lane], Terms] = {}
+        self._known_terms: dict[tuple[Mode, Lane, bool], Terms] = {}
         self.terms: dict[Mode, Terms] = {}
         for mode in self.modes:
             terms = self._helpful(mode)
@@ -142,12 +144,40 @@ class Costs:
 
     def max_term(self, mode: Mode, replicas: int) -> np.ndarray:
         """p_s in seconds, [n_pairs]."""
-        terms, kind = self.terms_of(mode, replicas), self.problem.kinds[mode.kind]
-        rounds = math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
-        reduction = kind.reduction(replicas, self._gradients(mode.kind))
-        if self.problem.overlapping is not None:
-            reduction = self._not_hidden(mode.kind, replicas, reduction)
-        return rounds * terms.each_more + reduction + self._once(mode.kind) + terms.delayed
+        terms = self.terms_of(mode, replicas)
+        passes = self._rounds(replicas) * terms.each_more + terms.delayed
+        if self.problem.accumulation is not None and not self._lacks_in_fill(replicas):
+            passes = np.maximum(passes - self.problem.chunks * self._lacking(mode), 0.0)
+        return passes + self._reduced(mode.kind, replicas) + self._once(mode.kind)
+
+    def _reduced(self, kind: int, replicas: int) -> np.ndarray:
+        """Seconds once a step to add up gradients over replicas, whatever stages run again, [n_pairs]."""
+        if self._reduced_kind != kind:  # the modes of a kind follow each other
+            self._known_reduced, self._reduced_kind = {}, kind
+        if replicas not in self._known_reduced:
+            reduction = self.problem.kinds[kind].reduction(replicas, self._gradients(kind))
+            if self.problem.overlapping is not None:
+                reduction = self._not_hidden(kind, replicas, reduction)
+            self._known_reduced[replicas] = reduction
+        return self._known_reduced[replicas]
+
+    def _rounds(self, replicas: int) -> int:
+        """Micro-batches of a replica after its first; of a device, pairs of a stage and a micro-batch."""
+        return math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
+
+    def _lacks_in_fill(self, replicas: int) -> bool:
+        """Whether what the first micro-batch lacks is missing in the fill: without another one, in all that a stage
+        computes. A later micro-batch lacks nothing. It is the last one of stages before the slowest one, so that of all
+        stages with several micro-batches only the slowest one counts as lacking it, in its max term.
+        """
+        return not self._rounds(replicas) and self.problem.weight is None
+
+    def _lacking(self, mode: Mode) -> np.ndarray:
+        """Seconds that the first micro-batch of a replica takes less, [n_pairs]: its gradients are added to none."""
+        assert self.problem.accumulation is not None
+        passes = self._passes(mode.kind, mode.recompute)
+        most = passes.backward if self.problem.weight is None else passes.weight
+        return np.minimum(self._between(self.problem.accumulation[mode.kind]), most)
 
     def _not_hidden(self, kind: int, replicas: int, reduction: np.ndarray) -> np.ndarray:
         """What adding up gradients over replicas takes longer, with the collectives of a mesh, than the passes that
@@ -157,7 +187,7 @@ class Costs:
         behind = self._behind(kind)
         if overlapping.reductions:
             bucket = behind.bucket + self.problem.kinds[kind].bucket(replicas)
-            behind, reduction = behind._replace(gradients=behind.gradients + reduction, bucket=bucket), 0 * reduction
+            behind, reduction = behind._replace(gradients=behind.gradients + reduction, bucket=bucket), np.zeros(())
         split = self.problem.weight is not None
         return reduction + seconds_once(behind, self._passes(kind), self._network(kind), split=split)
 
@@ -224,7 +254,13 @@ class Costs:
     def needed(self, mode: Mode, replicas: int, after: int, start: int, stop: int) -> float:
         """Bytes on each device of a stage."""
         terms, pair = self.terms[mode], self.pair(start, stop)
-        return float(terms.once[pair] + self.in_flight(replicas, after) * terms.each[pair])
+        passes = terms.once[pair] + self.in_flight(replicas, after) * terms.each[pair]
+        return float(max(passes, self._stepping(mode.kind)[pair]))
+
+    def _stepping(self, kind: int) -> np.ndarray:
+        """Bytes on each device while the optimizer steps, [n_pairs]."""
+        tables = self.problem.tables(kind)
+        return tables.resident if tables.stepped is None else np.asarray(tables.resident + tables.stepped.held)
 
     def memory(self, kind: int) -> float:
         """Bytes that one stage may use on a device of `kind`."""
@@ -235,20 +271,22 @@ class Costs:
         values = []
         for mode in self.modes:
             terms, memory = self.terms[mode], self.memory(mode.kind)
-            valid = np.isfinite(terms.fill)
+            valid, stepping = np.isfinite(terms.fill), self._stepping(mode.kind)
             for replicas in self.replicas(mode.kind):
                 for held in dict.fromkeys(self._limits(replicas)):
-                    values.append((terms.once + held * terms.each - memory)[valid])
+                    values.append((np.maximum(terms.once + held * terms.each, stepping) - memory)[valid])
         return np.unique(np.concatenate(values)) if values else np.zeros(0)
 
     def terms_of(self, mode: Mode, replicas: int) -> Terms:
         """The terms of stages with `replicas`, which share the network cards of their nodes."""
         lane = self.problem.kinds[mode.kind].lane(replicas)
-        if (mode, lane) not in self._known_terms:
-            self._known_terms[mode, lane] = self._terms(mode, lane)
-        return self._known_terms[mode, lane]
+        key = (mode, lane, self._lacks_in_fill(replicas))
+        if key not in self._known_terms:
+            self._known_terms[key] = self._terms(*key)
+        return self._known_terms[key]
 
-    def _terms(self, mode: Mode, lane: Lane) -> Terms:
+    def _terms(self, mode: Mode, lane: Lane, lacks: bool) -> Terms:
+        """`lacks`: see `_lacks_in_fill`."""
         problem, tables = self.problem, self.problem.tables(mode.kind)
         kind, share = problem.kinds[mode.kind], problem.bytes_share
         forward, backward, weight = self._passes(mode.kind, mode.recompute)
@@ -271,6 +309,8 @@ class Costs:
         if problem.weight is not None:
             delayed = np.minimum(2 * (weight + overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
+        if lacks and problem.accumulation is not None and problem.sum_counts:
+            fill = fill - self._lacking(mode)
         in_flight, working = activation_bytes(tables.activations, mode.recompute)
         once = tables.resident + share * working
         possible = np.where(_allowed(tables, mode.recompute), fill, math.inf)
@@ -347,7 +387,7 @@ class Costs:
         return np.maximum(before[self._pairs.stop] - before[self._pairs.start], 0.0)
 
     def _at_once(self, mode: Mode) -> np.ndarray:
-        """Micro-batches that the memory has room for, [n_pairs]."""
+        """Micro-batches that the memory has room for, [n_pairs]; -1 where the optimizer has none to step."""
         terms, memory = self.terms[mode], self.memory(mode.kind)
         most = self.problem.n_microbatches  # no schedule holds more
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -356,7 +396,8 @@ class Costs:
         room = np.clip(np.nan_to_num(room, nan=-1.0, posinf=most, neginf=-1), -1, most).astype(int)
         # Division rounds; the limit is a product.
         room = np.where((room < most) & (terms.once + (room + 1) * terms.each <= memory), room + 1, room)
-        return np.where((room >= 0) & (terms.once + room * terms.each > memory), room - 1, room)
+        room = np.where((room >= 0) & (terms.once + room * terms.each > memory), room - 1, room)
+        return np.where(self._stepping(mode.kind) > memory, -1, room)
 
     def _replicated(self, mode: Mode) -> Iterator[tuple[int, _Choice]]:
         """For every number of replicas the max terms, and how many replicas later stages may have so that a stage's

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from autopar.sharding.layouts import REPLICATE, Placements, parts
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements, parts
 from autopar.sharding.redistribution import RedistributionStep, RedistributionTable
 from autopar.sharding.stage_sharding import Passage, Stored
 from autopar.sharding.strategy_costs import Ends
@@ -111,8 +111,8 @@ class NeededRedistribution:
 def needed_redistributions(use: TensorUse, out: Any, into: Ends, training: bool) -> list[NeededRedistribution]:
     """All redistributions between what makes a tensor in `out` and what reads it in `into`.
 
-    A parameter that is read as it is stored has its gradient reduced once per step, or scattered for every micro-batch
-    to where its optimizer's state lies (ZeRO 2). Stored otherwise (ZeRO 3, FSDP),
+    A parameter that is read as it is stored (`read_as_stored`) has its gradient reduced once per step, or scattered for
+    every micro-batch to where its optimizer's state lies (ZeRO 2). Stored otherwise (ZeRO 3, FSDP),
     it is gathered for every forward and again for every backward, and every gradient is scattered:
 
         forward     gather | operator                  a stage that recomputes runs this line twice
@@ -130,17 +130,30 @@ def needed_redistributions(use: TensorUse, out: Any, into: Ends, training: bool)
         return found
     shared = isinstance(out, SharedStored)
     updated = [] if shared else [_updated(out)]
-    if out.layout == layout and shared and gradient == out.gradient:
-        return []
-    if out.layout == layout:
+    if read_as_stored(out.layout, layout):
+        local = [NeededRedistribution(out.layout, layout)] if out.layout != layout else []
+        if shared and gradient == out.gradient:
+            return local
         each = out.scattered
-        return [NeededRedistribution(gradient, out.state, backward=True, once=not each, in_buckets=each), *updated]
+        reduced = NeededRedistribution(gradient, out.state, backward=True, once=not each, in_buckets=each)
+        return [*local, reduced, *updated]
     return [
         NeededRedistribution(out.layout, layout),
         NeededRedistribution(out.layout, layout, again=True),
         NeededRedistribution(gradient, out.layout, backward=True),
         *updated,
     ]
+
+
+def read_as_stored(stored: Placements, read: Placements) -> bool:
+    """Whether each device's gradient of a parameter belongs, entry by entry, to what it stores of the parameter.
+
+    That is so where it reads what it stores, also if only the first device along an axis counts it, and the others add
+    zeros: the bias of a linear layer that is cut by rows. There each device has the gradient of the whole bias.
+
+        stored R    read P    gradient R
+    """
+    return all(b in (a, PARTIAL) if a == REPLICATE else a == b for a, b in zip(stored, read, strict=True))
 
 
 def needed_once(stored: Stored) -> list[NeededRedistribution]:
@@ -177,6 +190,8 @@ class ChosenUse:
                 backward = (needed.before, *passed)
             elif not (needed.once or needed.again):
                 forward = (needed.before, *passed)
+        if self.use.origin == "parameter" and len(forward) > 1 and self.training:
+            backward = backward or self.into[1:]  # it moves once a step
         return Passage(forward, backward)
 
 
@@ -231,7 +246,7 @@ def gathered_bytes(use: TensorUse, out: Any, into: Ends) -> float:
     """
     if use.origin == "activation" or not use.constant:
         return 0.0
-    if out.layout == into[0]:
+    if read_as_stored(out.layout, into[0]):
         return use.nbytes / parts(into[1], use.table.mesh) if out.scattered else 0.0
     if not any(step.collective for step in use.table.path(out.layout, into[0])):
         return 0.0  # a part of what the device has

@@ -6,6 +6,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.explain import Change
 from autopar.planner.sensitivity import sensitivity as changes_of
 from autopar.report.document import Block, Paragraph, Points, Section, Table
+from autopar.report.explain import idle_lines
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import percent, seconds_text
 
@@ -24,9 +25,8 @@ def runners_up(subject: Subject) -> Section:
     chosen = ("this plan", "chosen", seconds_text(plan.predicted_step_time))
     columns = ("plan", "why not", "predicted step")
     blocks: list[Block] = [Table("The fastest other plans", columns, (chosen, *rows), words=2, accents=(0,))]
-    explained = subject.explanation
-    if explained.idle:
-        blocks.append(Points(tuple(f"{name} has nothing to do: {why}" for name, why in explained.idle)))
+    idle = tuple(idle_lines(subject.explanation))
+    blocks += [Points(idle)] if idle else []
     return Section(title, tuple(blocks))
 
 

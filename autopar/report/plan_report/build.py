@@ -38,7 +38,8 @@ def plan_report(subject: Subject) -> Report:
     step = "training step" if plan.training else "forward pass"
     title = f"Plan of a {step} on {count(subject.n_devices, 'device')}" + (f": {kinds}" if kinds else "")
     sections = [make(subject) for make in _SECTIONS]
-    return Report(title, verdict(plan), tuple(sections), tuple(_notes(subject)))
+    steps = (plan,) if subject.profile is None else (plan, subject.profile)
+    return Report(title, verdict(plan), tuple(sections), tuple(_notes(subject)), steps)
 
 
 def _notes(subject: Subject) -> list[str]:

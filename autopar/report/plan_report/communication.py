@@ -77,12 +77,15 @@ def _by_link(plan: Plan, lines: list[CollectiveLine]) -> Table:
         for place, value in enumerate((line.often, line.nbytes, line.seconds)):
             total[place] += value
     step = plan.predicted_step_time or 0.0
-    rows = tuple(
+    rows: tuple[tuple[str, ...], ...] = tuple(
         (*key, f"{often:,.0f}", size_text(nbytes), seconds_text(seconds), percent(seconds / step) if step else _UNKNOWN)
         for key, (often, nbytes, seconds) in sorted(sums.items(), key=lambda item: -item[1][2])
     )
-    columns = ("link", "axis", "collective", "when", "per step", "bytes", "time", "of the step")
-    return Table("Collectives of a step, by link: exposed or hidden", columns, rows, words=4)
+    columns: tuple[str, ...] = ("link", "axis", "collective", "when", "per step", "bytes", "time", "of the step")
+    if plan.ranks > 1:  # sums over stages that work at the same time
+        columns, rows = columns[:-1], tuple(row[:-1] for row in rows)
+    over = ", summed over stages" if plan.ranks > 1 else ""
+    return Table(f"Collectives of a step, by link{over}: exposed or hidden", columns, rows, words=4)
 
 
 def _links(plan: Plan) -> dict[str, str]:
@@ -104,14 +107,14 @@ def _exposed(plan: Plan) -> Table:
             ", ".join(str(s) for s in range(rank, len(plan.stages), plan.ranks)),
             seconds_text(exposed),
             percent(exposed / step) if step else _UNKNOWN,
-            seconds_text(sum(plan.stages[s].sync_time or 0.0 for s in range(rank, len(plan.stages), plan.ranks))),
             seconds_text(hidden),
+            seconds_text(sum(plan.stages[s].sync_time or 0.0 for s in range(rank, len(plan.stages), plan.ranks))),
         )
         for rank, (exposed, hidden) in enumerate(pairs)
     )
-    columns = ("devices", "stages", "exposed", "of the step", "of it once a step", "hidden behind computing")
+    columns = ("devices", "stages", "exposed", "of the step", "hidden", "exposed once a step")
     return Table(
-        "Collectives and sums of gradients in a step, on each device; sums over replicas come once a step",
+        "Collectives and sums of gradients in a step, on each device: exposed, or hidden behind computing",
         columns,
         rows,
         words=2,

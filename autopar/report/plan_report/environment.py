@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 
 from autopar.plan.plan import Plan
-from autopar.report.document import Block, Code, Points, Section, Table
+from autopar.report.document import Block, Points, Section, Table
+from autopar.report.made_with import command_block, software
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import count
-from autopar.version import __version__
 
 _AGAIN = """\
 plan.save("plan.json")
@@ -20,8 +19,6 @@ autopar.plan(model, devices, plan=plan, example_args=...)   # new prices"""
 
 def environment(subject: Subject) -> Section:
     """Devices, versions, assumptions, and a command."""
-    import torch
-
     plan = subject.plan
     rows = [("devices", _devices(plan)), ("samples of a step", str(plan.batch_size or "unknown"))]
     if plan.work is not None and plan.work.tokens is not None:
@@ -30,15 +27,10 @@ def environment(subject: Subject) -> Section:
         rows.append(("priced for a step with", str(plan.assumed)))
     if plan.time_scale is not None:
         rows.append(("predictions scaled by measured steps", f"{plan.time_scale:.3g}"))
-    rows += [("autopar", __version__), ("torch", str(torch.__version__)), ("Python", platform.python_version())]
-    rows.append(("this page was made on", platform.platform()))
-    blocks: list[Block] = [Table("What the numbers were made with", ("", ""), tuple(rows), words=2)]
-    notes = tuple(plan.notes)
-    blocks += [Points(notes)] if notes else []
-    if subject.wanted.command is not None:
-        blocks.append(Code("The command that made it:", subject.wanted.command))
-    else:
-        blocks.append(Code("To make it again:", _AGAIN))
+    rows.append(("this report was made with", software()))
+    blocks: list[Block] = [Table("What the numbers are for", ("", ""), tuple(rows), words=2)]
+    blocks += [Points(plan.notes)] if plan.notes else []
+    blocks.append(command_block(subject.wanted.command, _AGAIN))
     return Section("Environment", tuple(blocks))
 
 

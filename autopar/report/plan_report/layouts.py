@@ -45,7 +45,7 @@ def layouts(subject: Subject) -> Section:
             blocks.append(_table(f"Parameters on meshes {over}", ("parameters", "stored", "layouts"), cells))
     if blocks:
         blocks.append(Paragraph(_LEGEND))
-    return Section("Layouts", (*blocks, *map(Paragraph, _whole(plan))), "" if blocks else None)
+    return Section("Layouts", (*blocks, *map(Paragraph, _whole(plan))), () if blocks else None)
 
 
 def _in_words(words: str) -> str:

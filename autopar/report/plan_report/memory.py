@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.planner.device_memory import OWNERS, DeviceMemory
-from autopar.report.document import Band, Block, Curve, Curves, Paragraph, Section, Table
+from autopar.report.document import Band, Block, Curve, Curves, Fold, Paragraph, Section, Table
 from autopar.report.plan_report.subject import Subject
-from autopar.report.plan_report.summary import devices_text, limit_in_sight, memory_bars
-from autopar.report.quantities import percent, share_of_text, size_text, ticks
+from autopar.report.plan_report.summary import devices_text, limit_in_sight, memory_bars, stages_text
+from autopar.report.quantities import percent, seconds_text, share_of_text, size_text, ticks
 
 _MOST_PLACES = 16
+_MOST_ROWS = 400  # of the curves as a table
 _ROOM = 1.05
 
 
@@ -24,7 +25,7 @@ def memory(subject: Subject) -> Section:
     blocks: list[Block] = [memory_bars(shown, "At the peak, by owner")]
     if len(places) > len(shown):
         blocks.append(Paragraph(f"{len(places) - len(shown)} more places of the pipeline are in the table."))
-    blocks += [_table(places), _curves(subject, shown), *map(Paragraph, _remarks(places))]
+    blocks += [_table(places), _curves(subject, shown), *_as_table(shown), *map(Paragraph, _remarks(places))]
     return Section(title, tuple(blocks))
 
 
@@ -34,8 +35,8 @@ def _table(places: Sequence[DeviceMemory]) -> Table:
         owners = [size_text(one.owners[owner]) if one.owners[owner] else "0" for owner in OWNERS]
         free = "-" if one.usable is None else percent(1 - one.peak / one.usable) if one.usable else "-"
         stages = ", ".join(map(str, one.stages))
-        rows.append((devices_text(one.devices), stages, *owners, size_text(one.peak), size_text(one.usable), free))
-    columns = ("devices", "stages", *OWNERS, "peak", "usable", "free")
+        rows.append((devices_text(one.devices), stages, size_text(one.peak), size_text(one.usable), free, *owners))
+    columns = ("devices", "stages", "peak", "usable", "free", *OWNERS)
     return Table("Bytes on the fullest device of each place in the pipeline", columns, tuple(rows), words=2)
 
 
@@ -48,7 +49,7 @@ def _curves(subject: Subject, places: Sequence[DeviceMemory]) -> Curves:
     top = _ROOM * max([*highest, *(limit for limit in limits if limit is not None)])
     curves = tuple(
         Curve(
-            f"{devices_text(one.devices)}, stage {', '.join(map(str, one.stages))}",
+            f"{devices_text(one.devices)}, {stages_text(one.stages)}",
             f"at most {share_of_text(high, one.usable)}",
             tuple(_bands(one, end, top)),
             None if limit is None else limit / top,
@@ -82,3 +83,16 @@ def _remarks(places: Sequence[DeviceMemory]) -> Iterator[str]:
             "Peaks come from a rehearsal of the step, tensor by tensor; the curves follow the search's formula, which "
             "is a little off. Activations at the peak are what the other owners leave of it."
         )
+
+
+def _as_table(places: Sequence[DeviceMemory]) -> list[Block]:
+    """The curves for those who cannot see them, where they are not too long to be read."""
+    rows = tuple(
+        (devices_text(one.devices), ", ".join(map(str, one.stages)), seconds_text(time), size_text(nbytes))
+        for one in places
+        for time, nbytes in one.over_time
+    )
+    if len(rows) > _MOST_ROWS:
+        return []
+    columns = ("devices", "stages", "from", "bytes")
+    return [Fold("The curves as a table", (Table("Bytes that a device holds, from when on", columns, rows, words=2),))]

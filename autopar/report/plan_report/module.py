@@ -16,14 +16,14 @@ from autopar.runtime.step_profile import StepProfile
 @reported.register
 def module_report(module: PipelinedModule, **wanted: Any) -> Report:
     """The plan in force, beside the last profiled step, if that was a step of this plan."""
-    plan = module.plan
+    plan, checked = module.plan, Wanted(**wanted)
     if plan is None:
-        text = f"no plan yet: {PLAN_COMES}"
+        text = f"No plan yet: {PLAN_COMES}."
         return Report(
             f"A pipelined {type(module.unwrap()).__name__}", text, (Section("At a glance", (Paragraph(text),)),)
         )
     profile = module.last_profile if _follows(module.last_profile, plan) else None
-    return plan_report(Subject(plan, profile, Wanted(**wanted), module.code_text, tuple(module.stages)))
+    return plan_report(Subject(plan, profile, checked, module.code_text, tuple(module.stages)))
 
 
 def _follows(profile: StepProfile | None, plan: Plan) -> bool:

@@ -6,12 +6,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import NAMES
 from autopar.plan.validation import replicas
 from autopar.report.document import Block, Branch, Code, Paragraph, Section, Table, Tree
-from autopar.report.plan import MODULE_COLUMNS, module_ranges, module_row, modules_text, plan_text
+from autopar.report.plan import MODULE_COLUMNS, module_ranges, module_row
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import count, seconds_text, size_text
 from autopar.report.sharding import mesh_text
@@ -21,7 +22,7 @@ def stages(subject: Subject) -> Section:
     """Every stage, its devices and its modules."""
     plan = subject.plan
     blocks: list[Block] = [_table(plan)]
-    texts = [plan_text(plan)]
+    texts: list[Any] = [plan]  # on a terminal
     if any(stage.operators for stage in plan.stages):
         root = _tree(plan)
         blocks.append(Tree("Stages on the model's module tree", tuple(_branches(root)), tuple(_strip(plan))))
@@ -36,12 +37,13 @@ def stages(subject: Subject) -> Section:
         blocks.append(Paragraph("The plan lists no operators: those of other modules follow their inputs."))
     if subject.modules:
         rows = tuple(tuple(module_row(index, module)) for index, module in enumerate(subject.modules))
-        blocks.append(Table("What runs: one torch.fx.GraphModule for each stage", MODULE_COLUMNS, rows))
-        texts.append(modules_text(subject.modules))
+        running = Table("What runs: one torch.fx.GraphModule for each stage", MODULE_COLUMNS, rows)
+        blocks.append(running)
+        texts.append(running)
     if subject.code:
         blocks.append(Code("How they run:", subject.code))
         texts.append(subject.code)
-    return Section("Stages", tuple(blocks), "\n\n".join(texts))
+    return Section("Stages", tuple(blocks), tuple(texts))
 
 
 def _table(plan: Plan) -> Table:

@@ -34,8 +34,15 @@ class Wanted:
     def __post_init__(self) -> None:
         for name in ("samples_per_epoch", "price_per_device_hour"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
                 raise InputError(f"{name} must be a finite number above 0, got {value!r}")
+        if not isinstance(self.currency, str):
+            raise InputError(f'currency must be a text such as "$" or "EUR ", got {self.currency!r}')
+        if not isinstance(self.search, bool):
+            raise InputError(f"search must be True or False, got {self.search!r}")
+        if not (self.command is None or isinstance(self.command, str)):
+            raise InputError(f"command must be a text, got {self.command!r}")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.costs.history import costs_of
 from autopar.planner.device_memory import OWNERS, DeviceMemory
-from autopar.planner.explain import Change
+from autopar.planner.explain import PER_HALF, Change
 from autopar.report.document import Bar, Bars, Block, Figure, Figures, Heading, Paragraph, Part, Points, Section
 from autopar.report.explain import bottleneck_text
 from autopar.report.plan_report.subject import Subject
@@ -14,6 +14,7 @@ from autopar.report.quantities import (
     count,
     digits,
     duration_text,
+    flops_text,
     no_data_sheet,
     percent,
     rate_text,
@@ -23,6 +24,7 @@ from autopar.report.quantities import (
 )
 
 _AMOUNTS = ((1e12, "1T tokens"), (1e9, "1B tokens"), (1e6, "1M tokens"))
+_SAMPLES = 1e6  # where neither tokens nor the size of the data set are known
 _HOUR = 3600.0
 _LONG = 10 * 365.25 * 86400.0  # s: nobody trains for longer, so a smaller amount says more
 _WORTH = 0.005  # gains below this share of the step help nobody
@@ -36,13 +38,9 @@ def summary(subject: Subject) -> Section:
     blocks: list[Block] = [Figures(tuple(_figures(subject)))]
     if subject.plan.predicted_step_time is None:
         why = "; ".join(subject.plan.notes) or "it was made by hand, and nothing has priced it"
-        blocks.append(
-            Paragraph(
-                f"This plan has no predictions ({why}): what it takes and holds is unknown until "
-                "autopar.plan(model, devices, plan=plan, ...) prices it.",
-                strong=True,
-            )
-        )
+        what = "what it takes and holds" if subject.measured is None else "what its devices hold, and what bounds it,"
+        until = "until autopar.plan(model, devices, plan=plan, ...) prices it"
+        blocks.append(Paragraph(f"This plan has no predictions ({why}): {what} is unknown {until}.", strong=True))
     if subject.fullest is not None:
         blocks.append(memory_bars((subject.fullest,), "Memory of the fullest device at its peak"))
     blocks += list(_bottleneck(subject))
@@ -62,8 +60,8 @@ def _figures(subject: Subject) -> Iterator[Figure]:
     yield from _duration(subject, step)
     if plan.single_device_time is not None and plan.predicted_step_time and subject.n_devices > 1:
         speed_up = plan.single_device_time / plan.predicted_step_time
-        note = f"predicted: {seconds_text(plan.single_device_time)} there"
-        yield Figure("beside one device", f"{digits(speed_up)}x", note)
+        note = f"predicted: a step takes {seconds_text(plan.single_device_time)} there"
+        yield Figure("speed-up over one device", f"{digits(speed_up)}x", note)
 
 
 def _step_note(subject: Subject) -> str:
@@ -97,7 +95,7 @@ def _utilisation(subject: Subject, step: float | None) -> Figure:
         return Figure(label, "unknown", f"FLOPs are counted for {count(plan.batch_size or 0, 'sample')} a step")
     if work.flops is None:
         return Figure(label, "unknown", "FLOPs are not counted, because some code runs without a captured graph")
-    rate = f"{digits(work.flops / step / 1e12 / subject.n_devices)} TFLOP/s a device"
+    rate = f"{flops_text(work.flops / step / subject.n_devices)} a device"
     share = work.utilisation(step)
     if share is None:
         return Figure(label, "unknown", f"{no_data_sheet(plan.device_kinds)}; {rate}")
@@ -109,27 +107,31 @@ def _memory(subject: Subject) -> Figure:
     if fullest is None:
         return Figure("memory", "unknown", "the plan does not say what devices hold")
     over = fullest.usable is not None and fullest.peak > fullest.usable
-    where = f"at the peak of the fullest device, stage {', '.join(map(str, fullest.stages))}"
+    where = f"at the peak of the fullest device, {stages_text(fullest.stages)}"
     return Figure("memory", share_of_text(fullest.peak, fullest.usable), f"does not fit: {where}" if over else where)
 
 
 def _duration(subject: Subject, step: float | None) -> Iterator[Figure]:
+    """The time and the price of an epoch, of 1T tokens, or of 1M samples."""
     wanted, tokens = subject.wanted, subject.tokens
-    seconds: float | None = None
-    if wanted.samples_per_epoch is not None and step and subject.samples:
+    if not (step and subject.samples):
+        return
+    if wanted.samples_per_epoch is not None:
         seconds, label = wanted.samples_per_epoch / subject.samples * step, "time per epoch"
         note = f"{digits(wanted.samples_per_epoch)} samples"
-    elif tokens and step:
+    elif tokens:
         times = [(amount / tokens * step, what) for amount, what in _AMOUNTS]
         seconds, what = next((one for one in times if one[0] < _LONG), times[-1])
         label, note = f"time per {what}", "without restarts and evaluations"
-    if seconds is None:
-        return
+    else:
+        seconds, label = _SAMPLES / subject.samples * step, "time per 1M samples"
+        note = "samples_per_epoch= shows the time of an epoch"
     yield Figure(label, duration_text(seconds), note)
     if wanted.price_per_device_hour is not None:
         hours = seconds / _HOUR * subject.n_devices
         price = f"{wanted.currency}{digits(hours * wanted.price_per_device_hour)}"
-        each = f"{wanted.currency}{wanted.price_per_device_hour:g}"
+        hour = wanted.price_per_device_hour
+        each = f"{wanted.currency}{hour:.2f}" if round(hour, 2) == hour else f"{wanted.currency}{hour:g}"
         yield Figure(label.replace("time", "price"), price, f"{digits(hours)} device-hours at {each}")
 
 
@@ -139,7 +141,7 @@ def memory_bars(places: tuple[DeviceMemory, ...], title: str) -> Bars:
     width = _ROOM * max([one.peak for one in places] + limits)
     bars = tuple(
         Bar(
-            f"{devices_text(one.devices)}, stage {', '.join(map(str, one.stages))}",
+            f"{devices_text(one.devices)}, {stages_text(one.stages)}",
             f"{share_of_text(one.peak, one.usable)}" + (f", {percent(one.peak / one.usable)}" if one.usable else ""),
             tuple(
                 Part(owner, nbytes / width if width else 0.0, size_text(nbytes))
@@ -160,6 +162,11 @@ def limit_in_sight(one: DeviceMemory) -> int | None:
     return one.usable if one.usable is not None and one.usable <= _BARELY * one.peak else None
 
 
+def stages_text(stages: tuple[int, ...]) -> str:
+    """`stage 0`, `stages 0, 2, 4`."""
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
 def devices_text(names: tuple[str, ...]) -> str:
     """`cpu:0`, or the first and the number of many."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
@@ -178,14 +185,16 @@ def _bottleneck(subject: Subject) -> Iterator[Block]:
 
 
 def _helped(change: Change) -> str:
-    return f"with {change.what}, a step takes {seconds_text(change.step_time)}"
+    whose = "half of its" if change.what.endswith(PER_HALF) else "a"
+    return f"with {change.what.removesuffix(PER_HALF)}, {whose} step takes {seconds_text(change.step_time)}"
 
 
 def how_sure(subject: Subject) -> Iterator[str]:
     """Where the numbers come from, how far such numbers were off before, and what is proven."""
     plan = subject.plan
     if subject.measured is not None:
-        yield "The step was measured on these devices; the rest is predicted."
+        rest = "the rest is predicted" if plan.predicted_step_time is not None else "nothing was predicted"
+        yield f"The step was measured on these devices; {rest}."
     elif plan.predicted_step_time is not None:
         estimated = costs_of(plan) == "estimated"
         yield (

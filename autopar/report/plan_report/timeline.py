@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autopar.planner.pass_collectives import PassCollectives
 from autopar.report.document import Block, Code, Fold, Lane, Lanes, Paragraph, Section, Span, Table
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import count, percent, seconds_text, ticks
+from autopar.report.tables import paragraph
 from autopar.runtime.step_profile import StepProfile
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Phase
 from autopar.schedule.timeline import Timeline
 
-_MOST_LANES = 24
+_MOST_LANES = 24  # of all replicas
+_MOST_PLACES = 64  # of the pipeline, drawn by their first replica
+_MOST_LINES = 48  # of the timeline on a terminal
+_MOST_DRAWN = 32  # micro-batches of a schedule without times
 _MOST_ROWS = 400  # of the same as a table
 _MOST_TITLES = 1500  # spans that say what they are; more would make the file large
 
-_LEGEND = ("forward", "backward", "backward to parameters", "gradient reduction", "optimizer step", "sending")
-_FORWARD, _BACKWARD, _WEIGHT, _REDUCTION, _OPTIMIZER, _SENDING = range(len(_LEGEND))
+_MUCH = 0.05  # of a step
+
+_LEGEND = (
+    *("forward", "backward", "backward to parameters", "gradient reduction", "optimizer step", "sending"),
+    "collectives",
+)
+_FORWARD, _BACKWARD, _WEIGHT, _REDUCTION, _OPTIMIZER, _SENDING, _COLLECTIVES = range(len(_LEGEND))
 _COLOUR = {Phase.FORWARD: _FORWARD, Phase.BACKWARD: _BACKWARD, Phase.INPUT: _BACKWARD, Phase.WEIGHT: _WEIGHT}
 
 
@@ -27,28 +37,85 @@ def timeline(subject: Subject) -> Section:
     plan, predicted, profile = subject.plan, subject.timeline, subject.profile
     title = "Timeline of one step"
     if predicted is None:
-        counts = [stage.replicas for stage in plan.stages]
-        schedule = make_schedule(plan.schedule, plan.n_microbatches, counts, training=plan.training)
+        counts = [stage.replicas for stage in plan.stages[: plan.ranks]]
+        drawn = min(plan.n_microbatches, _MOST_DRAWN)
+        schedule = make_schedule(plan.schedule, drawn, counts, chunks=plan.chunks, training=plan.training)
+        alone = _measured_alone(profile)
         text = "The plan does not say how long its stages take, so there is no timeline."
-        drawing = Code("The schedule, drawn as if all stages took equally long:", str(schedule))
-        plain = "\n\n".join([text, drawing.label, str(schedule)])
-        return Section(title, (Paragraph(text), drawing, *_measured_alone(profile)), plain)
+        some = f", with {drawn} of {plan.n_microbatches:,} micro-batches" if drawn < plan.n_microbatches else ""
+        chart = Code(f"The schedule, drawn as if all stages took equally long{some}:", str(schedule))
+        plain = (Paragraph(text), Paragraph(chart.label), chart.text, *alone[1:-1], *((profile,) if alone else ()))
+        return Section(title, (Paragraph(text), chart, *alone), plain)
     end = max(predicted.step_time, profile.seconds if profile is not None else 0.0)
     slots = _shown_slots(predicted)
     several = profile is not None and bool(profile.actions)
     lanes = list(_predicted_lanes(subject, predicted, slots, end, "predicted" if several else ""))
     if several and profile is not None:
         lanes += _measured_lanes(profile, end, "measured")
-    blocks: list[Block] = [_drawing(lanes, end, _description(subject), f"Predicted timeline\n\n{predicted}")]
-    blocks += _as_table(lanes, end)
-    hidden = predicted.schedule.n_slots - len(slots)
-    if hidden:
-        blocks.append(Paragraph(f"{count(hidden, 'replica')} that do the same work at the same times are not drawn."))
+    drawing = _drawing(lanes, end, _description(subject), f"Predicted timeline\n\n{_chart(predicted)}")
+    words = [*map(Paragraph, _not_drawn(predicted, slots))]
     if profile is None:
-        blocks.append(
-            Paragraph("Nothing was measured. A step with train_step(..., profile=True) is drawn below the prediction.")
+        text = "Nothing was measured. A step with train_step(..., profile=True) is drawn below the prediction."
+        words.append(Paragraph(text))
+    else:
+        words += map(Paragraph, _outside(profile))
+    blocks: list[Block] = [drawing, *_as_table(lanes, end), *words]
+    shown: list[object] = [drawing, *words]  # on a terminal
+    if profile is not None:
+        blocks.append(_stages_table(profile))
+        shown.append(profile)
+    return Section(title, tuple(blocks), tuple(shown))
+
+
+def _outside(profile: StepProfile) -> Iterator[str]:
+    """What of a measured step no action shows, where it is much."""
+    end = max((stop for one in profile.actions for _, stop in one.spans), default=profile.seconds)
+    rest = profile.seconds - end
+    if rest > _MUCH * profile.seconds:
+        yield (
+            f"{seconds_text(rest)} of the measured step are outside of these actions: preparing the call, a loss that "
+            "takes whole outputs, adding up gradients of replicas."
         )
-    return Section(title, tuple(blocks))
+
+
+def _chart(predicted: Timeline) -> str:
+    """The timeline for terminals: the first rows of many."""
+    head, *rows, legend = str(predicted).splitlines()
+    more = [f"... and {count(len(rows) - _MOST_LINES, 'more row')}"] if len(rows) > _MOST_LINES else []
+    return "\n".join([paragraph(head), *rows[:_MOST_LINES], *more, paragraph(legend)])
+
+
+def _not_drawn(predicted: Timeline, slots: Sequence[int]) -> Iterator[str]:
+    schedule = predicted.schedule
+    if schedule.n_slots <= _MOST_LANES:
+        return
+    places = dict.fromkeys(tuple(slots) for slots in schedule.placement)
+    replicas = schedule.n_slots - len(places)
+    if replicas:
+        yield f"{count(replicas, 'replica')} that do the same work at the same times are not drawn."
+    if len(places) > len(slots):
+        yield f"The last {count(len(places) - len(slots), 'place')} of the pipeline are not drawn."
+
+
+def _stages_table(profile: StepProfile) -> Table:
+    """What each stage took, and waited for."""
+    rows = tuple(
+        (
+            str(one.stage),
+            one.device,
+            f"{one.microbatches:,}",
+            seconds_text(one.forward),
+            "-" if one.predicted_forward is None else seconds_text(one.predicted_forward),
+            seconds_text(one.backward),
+            "-" if one.predicted_backward is None else seconds_text(one.predicted_backward),
+            seconds_text(one.waiting),
+            f"{one.busy / profile.seconds:.0%}" if profile.seconds else "-",
+        )
+        for one in profile.stages
+    )
+    columns = ("stage", "device", "micro-batches", "forward", "predicted", "backward", "predicted", "waiting", "busy")
+    caption = "The measured step, over all micro-batches. Waiting: for messages of other stages, apart from the others"
+    return Table(caption, columns, rows, words=2)
 
 
 def _as_table(lanes: Sequence[Lane], end: float) -> list[Block]:
@@ -66,7 +133,9 @@ def _as_table(lanes: Sequence[Lane], end: float) -> list[Block]:
 def _measured_alone(profile: StepProfile | None) -> tuple[Block, ...]:
     if profile is None or not profile.actions:
         return ()
-    return (_drawing(_measured_lanes(profile, profile.seconds, ""), profile.seconds, "A measured step.", ""),)
+    lanes = _measured_lanes(profile, profile.seconds, "")
+    drawing = _drawing(lanes, profile.seconds, "A measured step.", "")
+    return drawing, *map(Paragraph, _outside(profile)), _stages_table(profile)
 
 
 def _drawing(lanes: Sequence[Lane], end: float, description: str, text: str) -> Lanes:
@@ -96,27 +165,27 @@ def _shown_slots(timeline: Timeline) -> list[int]:
     schedule = timeline.schedule
     if schedule.n_slots <= _MOST_LANES:
         return list(range(schedule.n_slots))
-    return list(dict.fromkeys(slots[0] for slots in schedule.placement))[:_MOST_LANES]
+    return list(dict.fromkeys(slots[0] for slots in schedule.placement))[:_MOST_PLACES]
 
 
 def _predicted_lanes(
     subject: Subject, timeline: Timeline, slots: Sequence[int], end: float, group: str
 ) -> Iterator[Lane]:
-    schedule, plan = timeline.schedule, subject.plan
+    schedule, plan, collectives = timeline.schedule, subject.plan, PassCollectives(subject.plan)
     for slot in slots:
         stages = schedule.stages_of(slot)
         stage = plan.stages[stages[0]]
         device = stage.devices[schedule.slots_of(stages[0]).index(slot) * stage.shards]
-        spans = [
-            Span(
-                event.start / end,
-                (event.end - event.start) / end,
-                _COLOUR[event.action.phase],
-                _title(event.action.phase, event.action.stage, event.action.microbatch, event.end - event.start),
-            )
-            for event in timeline.events
-            if event.slot == slot
-        ]
+        spans: list[Span] = []
+        for event in timeline.events:
+            if event.slot != slot:
+                continue
+            action, (computed, parts) = event.action, collectives.of(event)
+            title = _title(action.phase, action.stage, action.microbatch, event.end - event.start)
+            spans.append(Span(event.start / end, (computed - event.start) / end, _COLOUR[action.phase], title))
+            if parts:
+                waits = f"collectives of stage {action.stage}, micro-batch {action.microbatch}"
+                spans.append(_span(computed, event.end, end, _COLLECTIVES, waits))
         for send in timeline.sends:
             if send.slot == slot and not send.transfer.overlap:
                 spans.append(_span(send.start, send.end, end, _SENDING, "sending, and computing nothing"))

@@ -64,15 +64,15 @@ def _by_stages(plan: Plan) -> str:
     if len(plan.stages) == 1:
         mesh = plan.stages[0].sharding
         if mesh is not None:
-            axes = " x ".join(f"{name} {n}" for name, n in zip(mesh.axes, mesh.mesh, strict=True))
-            copies = f"{count(replicas[0], 'replica')} of " * (replicas[0] > 1)
-            text = f"{copies}one stage on a mesh of {axes} devices"
+            shape = " x ".join(map(str, mesh.mesh))
+            copies = f"data parallel {replicas[0]} x " * (replicas[0] > 1)
+            text = f"{copies}a mesh of {shape} devices that split samples or parameters, operator by operator"
         else:
             text = f"data parallel {used}"
     else:
         text = f"a pipeline of {count(len(plan.stages), 'stage')} on {count(used, 'device')} ({plan.schedule})"
         if max(widths) > 1:
-            text += f", meshes of {_each(widths)} devices"
+            text += f", meshes of {_each(widths)} devices that split samples or parameters, operator by operator"
         if max(replicas) > 1:
             text += f", {_each(replicas)} replicas"
     text += f", {count(plan.n_microbatches, 'micro-batch', 'micro-batches')}" + _again(plan)

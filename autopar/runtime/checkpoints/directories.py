@@ -142,17 +142,19 @@ def manifest_of(folder: Path) -> tuple[File, ...]:
     """The files of a complete checkpoint. Raises ValueError, which says why it is none."""
     try:
         found = json.loads((folder / MANIFEST).read_text())
-        if found["format"] != FORMAT:
-            raise ValueError(f"{MANIFEST} has format {found['format']}; this version of autopar reads {FORMAT}")
-        if found["step"] != step_of(folder):
-            raise ValueError(f"{MANIFEST} is of step {found['step']}")
-        return tuple(_files(found["files"]))
+        written, step = found["format"], found["step"]
+        files = tuple(_files(found["files"])) if written == FORMAT else ()
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST}, which is written last, is missing: saving did not end") from None
     except OSError as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error.strerror})") from error
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{MANIFEST} is damaged") from error
+    if written != FORMAT:
+        raise ValueError(f"{MANIFEST} has format {written}; this version of autopar reads {FORMAT}")
+    if step != step_of(folder):
+        raise ValueError(f"{MANIFEST} is of step {step}")
+    return files
 
 
 def _files(entries: dict[str, Any]) -> Iterator[File]:

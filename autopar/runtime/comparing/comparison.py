@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autopar.plan.display import drawn, reported, shown
+from autopar.plan.display import drawn
 from autopar.plan.plan import Plan
+from autopar.plan.results import Result
 from autopar.plan.step_work import StepWork
 from cost_models.measuring.intervals import LEVEL, Interval, median_interval, paired_ratio_interval
 
 _LEAST_LEVEL = 0.9  # of confidence in a winner: five rounds or more
 _ENOUGH = 0.85  # of the devices, for which independent processes are called undisturbed
-
-if TYPE_CHECKING:
-    from autopar.report.document import Report
+SINGLE = "one device"  # name of the row of the plain model
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Result):
     """Steps on the same batch under several plans, run in turn; `print(comparison)` shows a table."""
 
     single: Row  # the plain model on the first device
@@ -120,7 +119,7 @@ class Comparison:
         for row in self.plans:
             if row.name == name:
                 return row
-        raise KeyError(name)
+        raise KeyError(f"there is no plan {name!r}; known are {', '.join(row.name for row in self.plans)}")
 
     def speed_up(self, row: Row) -> float:
         """The measured time on the single device over that of `row`."""
@@ -155,17 +154,9 @@ class Comparison:
         rival = min(rivals, key=lambda name: intervals[name].low, default="")
         return Verdict(fastest, rival, intervals.get(rival))
 
-    def __str__(self) -> str:
-        return shown(self)
-
     def figure(self, path: str | Path) -> None:
         """Draw all rows into a file (.png, .svg, .pdf). Raises AutoparError without matplotlib."""
         drawn(self, Path(path))
-
-    def report(self) -> Report:
-        """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""
-        made: Report = reported(self)
-        return made
 
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""

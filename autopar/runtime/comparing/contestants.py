@@ -33,6 +33,7 @@ from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.price_sharded import predict_any
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
+from autopar.runtime.comparing.comparison import SINGLE
 from autopar.runtime.comparing.parameter_copies import ParameterCopies
 from autopar.runtime.memory_watch import DeviceContext, MemoryWatch
 from autopar.runtime.module import PipelinedModule
@@ -238,7 +239,7 @@ def _plain(plan: Plan, call: ComparedCall, device: Device, copies: ParameterCopi
     )
     example = replace(call.example, args=args, kwargs=kwargs, target=target)
     return Contestant(
-        name="one device",
+        name=SINGLE,
         plan=plan,
         model=model,
         step=lambda: whole_step(model, example),

@@ -2,7 +2,8 @@
 
     captured, 1 micro-batch   compiled, 1 micro-batch   captured, 8   compiled, 8      <- rounds in turn, on copies
 
-Every kind of device and every size costs one compilation of the whole model. Results are cached.
+Every kind of device and every size costs one compilation of the whole model. Results are cached. Of ranks, the one that
+plans times its own device, while the others wait.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def with_compiled(
         return CompiledPrices(costs, (f"{_NOT_COMPILED} as one stage, {why}",))
     ratios = {}
     kinds: dict[str, Device] = {}
-    for device in costs.devices:
+    for device in costs.devices if costs.ranks is None else costs.devices[:1]:  # of ranks, the one that plans
         kinds.setdefault(device.kind, device)
     for kind, device in kinds.items():
         found = _cached_ratios(device, costs, call, search, cache, progress)
@@ -80,7 +81,9 @@ def with_compiled(
     what = "recorded as CUDA graphs" if compile == GRAPHS else "compiled"
     texts = (f"{one.text()}{f' on {kind}' if len(ratios) > 1 else ''}" for kind, one in ratios.items())
     note = f"stages that are {what} are priced by whole steps, as a multiple of captured ones: {'; '.join(texts)}"
-    return CompiledPrices(replace(costs, compiled=ratios), (note,))
+    others = ", ".join(sorted({device.kind for device in costs.devices} - ratios.keys()))
+    notes = (note, f"{_NOT_COMPILED} those on {others}, which only other ranks could time") if others else (note,)
+    return CompiledPrices(replace(costs, compiled=ratios), notes)
 
 
 def _left_alone(example: Example, compile: bool | str) -> str:

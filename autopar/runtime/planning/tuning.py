@@ -32,6 +32,7 @@ from autopar.errors import InfeasibleError, InputError, PlanError, without_warni
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
+from autopar.planner.explain import TUNED
 from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
@@ -219,7 +220,7 @@ def _fastest(plans: Mapping[str, Plan], ready: Mapping[str, Plan], steps: Steps,
         for name, seconds in measured.items()
     ]
     n = len(steps[best])
-    note = f"tuned over {n} step{'s' if n > 1 else ''} each, predicted / measured: {', '.join(listed)} (* is followed)"
+    note = f"{TUNED} {n} step{'s' if n > 1 else ''} each, predicted / measured: {', '.join(listed)} (* is followed)"
     return _with_note(plan, note)
 
 

@@ -235,9 +235,9 @@ def _difference_of_models(facts: Sequence[list[tuple[str, str]]]) -> str:
 
 
 def described(leaf: Any) -> str:
-    """Shape and dtype of a tensor, a number, or the type of anything else."""
+    """Shape and dtype of a tensor, and whether it requires a gradient; a number, or the type of anything else."""
     if isinstance(leaf, torch.Tensor):
-        return f"{tuple(leaf.shape)} {leaf.dtype}"
+        return f"{tuple(leaf.shape)} {leaf.dtype}{' that requires a gradient' * leaf.requires_grad}"
     return repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__
 
 

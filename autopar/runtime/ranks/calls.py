@@ -107,8 +107,8 @@ class RankCalls(CallRunner):
         if torch_private.inside_ddp():
             raise InputError(
                 "the pipelined module is wrapped in DistributedDataParallel, as Accelerate and transformers' Trainer "
-                "do under torchrun. Its ranks are one model already: call the module itself in a loop of your own, "
-                "without accelerator.prepare(), or run Trainer or Accelerate in one process (devices=)"
+                "do under torchrun. Its ranks are one model already: use autopar.integrations.PipelinedTrainer or "
+                "for_ranks(accelerator), or call the module itself in a loop of your own"
             )
         state, device_type = self._on_rank.state(), self._world.device.type
         kind = CallKind(
@@ -150,10 +150,13 @@ class RankCalls(CallRunner):
             self._shared = None
 
     def _run(self, bound: BoundCall, step: CallArguments | None = None) -> Run:
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in bound.leaves):
-            raise InputError(
-                "an input needs a gradient, which only the first stage's rank would have: detach() the inputs, or run "
-                "in one process (devices=)"
+        needs = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in bound.leaves)
+        if needs and self._shared is not None:
+            raise on_all_ranks(
+                InputError(
+                    "an input needs a gradient, and with data='per-rank' a call's inputs are copies of all ranks' "
+                    "samples: detach() the inputs, or use data='whole'"
+                )
             )
         if self._has_gradients:
             self._refuse_sparse_gradients(bound)

@@ -53,9 +53,10 @@ class RankedModule(PipelinedModule):
         super().__init__(model, devices, agreed, plan=plan, settings=settings)
         used = RunSettings() if settings is None else settings
         self._world, self._settings = world, f"data={data!r}, {used}"
+        self._takes_shares = data == "per-rank"
         self._on_rank = RankSignatures(world, model, devices, agreed, plan, used)
         self._signatures = self._on_rank
-        self._calls: RankCalls = RankCalls(world, model, devices, self._on_rank, per_rank=data == "per-rank")
+        self._calls: RankCalls = RankCalls(world, model, devices, self._on_rank, per_rank=self._takes_shares)
 
     def agree(self) -> None:
         """Raise InputError on all ranks where they were made with other options. Collective."""
@@ -77,6 +78,20 @@ class RankedModule(PipelinedModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         raise TypeError("a module whose parameters are spread over ranks cannot be copied")
+
+    @property
+    def world(self) -> World:
+        return self._world
+
+    @property
+    def takes_shares(self) -> bool:
+        """Whether every rank passes samples of its own."""
+        return self._takes_shares
+
+    def names(self) -> list[str]:
+        """Those of `state_dict()` of the whole model, in the order of one process."""
+        with self._on_rank.parameters.whole():
+            return list(self.unwrap().state_dict())
 
     @property
     def placed(self) -> bool:
@@ -119,9 +134,9 @@ class RankedModule(PipelinedModule):
             return profile_of_ranks(self._world, recorder.record(), plan, seconds, batch_size)
 
 
-def check_options(options: PlanOptions, *, has_plan: bool) -> PlanOptions:
+def check_options(options: PlanOptions) -> PlanOptions:
     """The options with which rank 0 plans. Raises InputError for those that ranks do not follow so far, all in one
-    message. `has_plan`: nothing is planned or priced."""
+    message."""
     refused = {
         "tune": options.tune not in (0, "auto"),
         "calibrate": options.calibrate,
@@ -134,11 +149,6 @@ def check_options(options: PlanOptions, *, has_plan: bool) -> PlanOptions:
     if named:
         raise InputError(
             f"{', '.join(named)}: not with one process a device so far; leave it out, or use one process (devices=)"
-        )
-    if options.compile and not has_plan:
-        raise InputError(
-            "compile= without a plan: one process a device cannot price compiled stages so far; give parallelize a "
-            "plan= made without compile=, or use one process (devices=)"
         )
     return replace(options, tune=0)  # plans to compare would run as threads of rank 0
 

@@ -26,9 +26,10 @@ from autopar.runtime.ranks.messages.handling import measured_handling
 from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.places import Place, cores_of, numbered
 from autopar.runtime.ranks.world import World
-from cost_models import Collective, Device, MeasuredCollectives, measure_collectives
+from cost_models import Collective, Device, DeviceSpec, MeasuredCollectives, measure_collectives
 from cost_models.hardware.devices import synchronize
 from cost_models.measuring.operator_times import GraphTimes
+from cost_models.measuring.peak_rates import measure_spec
 from cost_models.measuring.process_links import (
     LONGEST,
     Messages,
@@ -100,6 +101,10 @@ class _Asking:
         found = [times for times in self._asked("passes", tuple(ranks), workers, rows) if times is not None]
         return sorted(found, key=lambda times: times.total)[(len(found) - 1) // 2]
 
+    def spec(self, rank: int) -> DeviceSpec:
+        found: DeviceSpec = self._asked("spec", rank)[rank]
+        return found
+
     def links(self) -> ProcessLinks:
         found: ProcessLinks = self._asked("links", self.hosts)[0]
         return found
@@ -154,6 +159,9 @@ class _Tasks:
         if self._passes is None:
             self._passes = passes_of(self._example, self._devices)
         return self._passes(self._devices[self._world.rank], workers, rows, companions)
+
+    def spec(self, rank: int) -> DeviceSpec | None:
+        return measure_spec(self._devices[rank]) if rank == self._world.rank else None
 
     def links(self, hosts: Sequence[int]) -> ProcessLinks:
         return measure_process_links(hosts, self._world.control, self._messages(hosts))

@@ -16,20 +16,19 @@ import torch
 from autopar.errors import InputError
 from autopar.runtime.ranks.batch_statistics import share_statistics
 from autopar.runtime.ranks.executable import RankExecutable
+from autopar.runtime.ranks.gradients.input_gradients import needing_gradients, share_input_gradients
 from autopar.runtime.ranks.gradients.reduction import GradientSums
 from autopar.runtime.ranks.losses import SharedLosses
 from autopar.runtime.ranks.messages.packing import Values
 from autopar.runtime.ranks.messages.shapes import SentValues
 from autopar.runtime.ranks.messages.wire import Wire
 from autopar.runtime.ranks.parameters.own import RankParameters
+from autopar.runtime.ranks.shared_outputs import SharedOutputs
 from autopar.runtime.ranks.shares import Shares
-from autopar.runtime.ranks.world import World
 from autopar.runtime.stages.stage_replica import StageReplica, Work
 from autopar.runtime.step.execution import Act
 from autopar.runtime.step.mailbox import Address, Mailbox
-from autopar.runtime.step.outputs import OutputCollector
 from autopar.runtime.step.run import Acts, Run
-from autopar.runtime.step.transfers import as_leaf
 from autopar.schedule.clock import Phase
 
 _BACKWARDS = (Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT)
@@ -182,6 +181,8 @@ class RankRun(Run):
             if self.call.return_outputs:
                 assert isinstance(self.tensors.outputs, SharedOutputs)
                 self.tensors.outputs.share(self.executable)
+        if training and (indices := needing_gradients(self.call)):
+            share_input_gradients(indices, self.call, self.tensors, self.executable)
 
     def _check_trains(self) -> None:
         """The same on all ranks. Where it raises, what waits in `.grad` for another backward waits on."""
@@ -217,46 +218,3 @@ def _followed_by(act: Act, sums: GradientSums) -> Act:
         sums.after_backward(replica.stage.index)
 
     return act_and_start
-
-
-class SharedOutputs(OutputCollector):
-    """Keeps the outputs of this rank's micro-batches until all ranks share them."""
-
-    def __init__(self, like: OutputCollector) -> None:
-        super().__init__(like.outputs, like.sizes, like.device)
-        self._own: dict[int, list[Any]] = {}
-
-    def add(self, values: Sequence[Any], microbatch: int) -> None:
-        self._own[microbatch] = [as_leaf(value) for value in values]
-
-    def share(self, executable: RankExecutable) -> None:
-        """Collective: every rank gets the outputs of all micro-batches, in their order."""
-        world = executable.world
-        for microbatch in range(len(self.sizes)):
-            owner = executable.owner(microbatch)
-            values = self._own.pop(microbatch) if owner == world.rank else []
-            super().add(_from_owner(world, owner, values), microbatch)
-        self._own.clear()
-
-
-def _from_owner(world: World, owner: int, values: Sequence[Any]) -> list[Any]:
-    """Flat outputs of a micro-batch, as the rank `owner` has them in `values`."""
-    (described,) = world.broadcast_objects([list(map(_described, values))], owner)
-    found = []
-    for place, (shape, dtype, on_cpu, requires_grad, value) in enumerate(described):
-        if shape is None:
-            found.append(value)
-            continue
-        if owner == world.rank:
-            tensor = values[place].detach().contiguous()
-        else:
-            tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else world.device)
-        world.broadcast(tensor, owner)
-        found.append(tensor.requires_grad_(requires_grad))
-    return found
-
-
-def _described(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.device.type == "cpu", value.requires_grad, None
-    return None, None, True, False, value

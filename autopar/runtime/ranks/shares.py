@@ -275,7 +275,7 @@ def _shape(leaf: Any, dim: int | None) -> str:
     if dim is None:
         return described(leaf)
     sizes = ["samples" if place == dim else str(size) for place, size in enumerate(leaf.shape)]
-    return f"({', '.join(sizes)}) {leaf.dtype}"
+    return f"({', '.join(sizes)}) {leaf.dtype}{' that requires a gradient' * leaf.requires_grad}"
 
 
 def _is_common(leaf: Any, dim: int | None) -> bool:

@@ -231,14 +231,21 @@ def joined() -> World | None:
         return None
     if not dist.is_initialized():
         os.environ.update(rank_variables(os.environ))
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        size = _number("WORLD_SIZE", 1)
+        if size < 2:
             return None
-        shown_once(int(os.environ.get("RANK", "0")))
+        rank = _number("RANK", 0)
+        shown_once(rank)
+        if rank >= size:
+            raise InputError(
+                f"RANK is {rank}, but WORLD_SIZE is {size}, so that ranks are 0 to {size - 1}: start the script with "
+                "torchrun --nproc-per-node N or with srun, which set both"
+            )
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise on_all_ranks(
                 InputError(
-                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the script "
+                    f"WORLD_SIZE is {size}, but {', '.join(missing)} is not set: start the script "
                     "with torchrun --nproc-per-node N or with srun, or unset WORLD_SIZE to run in one process"
                 )
             )
@@ -251,6 +258,17 @@ def joined() -> World | None:
         _worlds.clear()  # of process groups that have ended
         _worlds[default] = _new_world(own_device())
     return _worlds[default]
+
+
+def _number(name: str, otherwise: int) -> int:
+    """A variable that a launcher sets. Raises InputError for what is no number."""
+    text = os.environ.get(name, str(otherwise))
+    if not text.isdecimal():
+        raise InputError(
+            f"{name} must be a whole number >= 0, got {text!r}: start the script with torchrun --nproc-per-node N or "
+            "with srun, which set it, or unset it to run in one process"
+        )
+    return int(text)
 
 
 def _new_world(device: torch.device) -> World:

@@ -70,6 +70,8 @@ def default_target_dims(batch_dim: BatchDim) -> tuple[int, ...]:
 
 def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any], output: Any) -> torch.Tensor:
     """`loss`, which `loss_fn` returned for `output`, if a backward can start from it. Raises InputError."""
+    if type(loss) is torch.Tensor and loss.dim() == 0:  # most losses: not fake, and one element
+        return loss
     if not isinstance(loss, torch.Tensor):
         hint = "; return the loss alone" if isinstance(loss, (tuple, list, dict)) else ""
         what = f"a {type(loss).__name__}" + (f" of {len(loss)} values" if hint else "")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,27 +23,32 @@ from autopar import Plan
 from torch import nn
 from torch.nn import functional
 
-kind, n = sys.argv[1], int(sys.argv[2])
+n, kinds = int(sys.argv[1]), sys.argv[2:]
 torch.set_num_threads(1)
-torch.manual_seed(0)
-model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-x = torch.randn(24, 64)
 names = [f"cpu:{i}" for i in range(n)]
-if kind == "pipeline":
-    plan = Plan.from_split({str(i): i * n // 12 for i in range(12)}, n_microbatches=4)
-else:
-    plan = Plan.from_split({"": 0}, devices=[names], n_microbatches=n) if kind == "replicas" else None
-options = {"plan": plan} if plan else {"n_microbatches": 3, "max_replicas": 1, "max_shards": 2, "cache": False}
-pm = model if kind == "plain" else autopar.parallelize(model, **options)
-for step in range(3):
-    optimizer.zero_grad()
-    loss = functional.mse_loss(pm(x), x)
-    loss.backward()
-    optimizer.step()
-    print(f"loss {loss.item():.6f}", flush=True)
-if kind == "searched":
-    print(*pm.plan.notes, sep="\\n")
+for kind in kinds:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    x = torch.randn(24, 64)
+    if kind in ("pipeline", "endless"):
+        plan = Plan.from_split({str(i): i * n // 12 for i in range(12)}, n_microbatches=4)
+    else:
+        plan = Plan.from_split({"": 0}, devices=[names], n_microbatches=n) if kind == "replicas" else None
+    options = {"plan": plan} if plan else {"n_microbatches": 3, "max_replicas": 1, "max_shards": 2, "cache": False}
+    pm = model if kind == "plain" else autopar.parallelize(model, **options)
+    step = 0
+    while step < 3 or kind == "endless":
+        step += 1
+        optimizer.zero_grad()
+        loss = functional.mse_loss(pm(x), x)
+        loss.backward()
+        optimizer.step()
+        print(f"loss {loss.item():.6f}", flush=True)
+        if kind == "endless":
+            open(__file__ + ".steps", "a").write(".")
+    if kind == "searched":
+        print(*pm.plan.notes, sep="\\n")
 """
 
 
@@ -51,27 +59,48 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def alone(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[float]:
+    """The losses of the plain model in this process."""
+    monkeypatch.setattr(sys, "argv", [str(script), "1", "plain"])
+    runpy.run_path(str(script))
+    return losses([capsys.readouterr().out])[0]
+
+
 @exhaustive
-def test_hosts_with_different_numbers_of_ranks_train_as_one_process_does(script: Path) -> None:
+def test_hosts_with_different_numbers_of_ranks_train_as_one_process_does(script: Path, alone: list[float]) -> None:
     counts = (2, 1)
     with hosts(2, FAST) as network:
-        alone = losses(network.torchrun(script, "plain", "1"))[0][:3]
-        for kind in ("replicas", "searched"):
-            printed = network.torchrun(script, kind, "3", per_host=counts)
-            for found, count in zip(losses(printed), counts, strict=True):
-                assert sorted(found) == pytest.approx(sorted(count * alone), abs=2e-6)
-    note = "hosts have 2, 1 ranks: collectives among n ranks are priced as among the first n, and no stage has a mesh"
-    assert note in printed[0]
+        printed = network.torchrun(script, "3", "replicas", "searched", per_host=counts)
+    for found, count in zip(losses(printed), counts, strict=True):
+        assert sorted(found) == pytest.approx(sorted(2 * count * alone), abs=2e-6)
+    assert "no stage has a mesh" not in printed[0]  # meshes of the two ranks of the first host are searched
 
 
 @pytest.mark.parametrize(("n", "per_host"), [(2, 2), pytest.param(3, 1, marks=exhaustive)])
-def test_hosts_train_as_one_process_does(script: Path, n: int, per_host: int) -> None:
-    ranks = n * per_host
+def test_hosts_train_as_one_process_does(script: Path, alone: list[float], n: int, per_host: int) -> None:
     with hosts(n, FAST) as network:
-        alone = losses(network.torchrun(script, "plain", "1"))[0][:3]
-        for kind in ("pipeline", "replicas"):
-            for found in losses(network.torchrun(script, kind, str(ranks), per_host=per_host)):
-                assert sorted(found) == pytest.approx(sorted(per_host * alone), abs=2e-6)
+        printed = network.torchrun(script, str(n * per_host), "pipeline", "replicas", per_host=per_host)
+    for found in losses(printed):
+        assert sorted(found) == pytest.approx(sorted(2 * per_host * alone), abs=2e-6)
+
+
+def test_a_host_that_cannot_be_reached_any_more_ends_the_ranks_of_both(script: Path) -> None:
+    steps = Path(f"{script}.steps")
+
+    def unplug() -> None:
+        end = time.monotonic() + 120
+        while (not steps.exists() or len(steps.read_text()) < 10) and time.monotonic() < end:
+            time.sleep(0.1)
+        network.unplug(1)
+
+    with hosts(2, FAST) as network, pytest.raises(RuntimeError) as error:
+        network.torchrun(script, "2", "endless", env={"AUTOPAR_RANK_TIMEOUT": "8"}, meanwhile=unplug)
+    assert steps.exists()
+    text = str(error.value)
+    assert "rank 1 failed, last heard of" in text
+    assert "no sign of life for 8 s: it is stopped, or its machine cannot be reached" in text
+    assert "has not answered for 8 s: it is stopped, or its machine cannot be reached; rank 1 ends in" in text
 
 
 @exhaustive  # what it measures must not be disturbed

@@ -52,7 +52,8 @@ def test_every_rank_refuses_in_the_same_words(ranks: RankPool) -> None:
         "content": r"InputError: ranks differ in the content of input 'input' \(\(8, 12\) .*\): rank 1 from rank 0",
         "shapes": r"InputError: ranks differ in input 'input': \(4, 12\) .* on rank 0, \(5, 12\) .* on rank 1",
         "kind": "InputError: ranks differ in the call: train_step .* on rank 0, a forward .* on rank 1",
-        "input gradient": "InputError: an input needs a gradient",
+        "input gradient": r"InputError: ranks differ in input 'input': \(8, 12\) torch.float32 on rank 0, "
+        r"\(8, 12\) torch.float32 that requires a gradient on rank 1",
         "autocast": "InputError: ranks differ in the call: .* without autocast on rank 0, .* to torch.bfloat16",
         "load": r"InputError: load_state_dict\(\) would load whole tensors",
         "copy": "TypeError: a module whose parameters are spread over ranks cannot be copied",

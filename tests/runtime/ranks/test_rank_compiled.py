@@ -6,7 +6,7 @@ import re
 
 import pytest
 from rank_cases import Job
-from rank_compiled import compiled, refused
+from rank_compiled import compiled, refused, searched
 from rank_pool import RankPool
 
 slow = pytest.mark.slow
@@ -43,6 +43,15 @@ def test_the_stages_of_a_mesh_stay_as_they_are_and_say_why(ranks: RankPool) -> N
 
 @slow
 def test_what_ranks_cannot_compile_is_refused(ranks: RankPool) -> None:
-    for graphs, unplanned in ranks.run(refused, 2):
+    for graphs in ranks.run(refused, 2):
         assert graphs.startswith("InputError: compile='graphs': not with one process a device so far")
-        assert unplanned.startswith("InputError: compile= without a plan: ")
+
+
+@slow
+def test_a_plan_that_ranks_search_is_priced_for_compiled_stages(ranks: RankPool) -> None:
+    first, second = ranks.run(searched, 2)
+    assert first["plan"] == second["plan"]
+    for result in (first, second):
+        assert max(result["errors"]) < 1e-5
+        assert any(note.startswith("stages that are compiled are priced by whole steps") for note in result["notes"])
+        assert result["text"].startswith("compile='aot_eager': stages are compiled")

@@ -104,6 +104,11 @@ FAMILIES = [  # each on a pipeline, on tensor shards, on replicas that store par
     (2, Job("t5", "hand tensor=2")),
     (2, Job("t5", "replicas 2", exact=True)),
     (4, Job("t5", "hand pipeline=2 data=2 zero=3")),
+    (3, Job("bert", "chain", steps=20)),
+    (2, Job("bert", "hand tensor=2", exact=True)),
+    (2, Job("bert", "hand data=2 zero=2", exact=True)),
+    (2, Job("bert", "replicas 2", exact=True)),
+    (4, Job("bert", "hand tensor=2 pipeline=2")),
 ]
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from rank_pool import RankPool
+from restarted_training import undisturbed
 
 pytestmark = pytest.mark.slow
 
@@ -63,26 +65,28 @@ def losses(folder: Path) -> list[tuple[int, int, int, float]]:
 
 
 @pytest.mark.timeout(2700)
-def test_losses_after_ten_kills_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    """At random points: forwards, backwards, between steps, while saving."""
-    steps = "26"
-    for what in ("never", "anywhere"):
-        (tmp_path / what).mkdir()
-        log = tmp_path / f"{what}.log"
-        ended(started(log, str(tmp_path / what), what, steps), log)
+@pytest.mark.parametrize("n_kills", [5, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_losses_after_kills_are_those_of_an_undisturbed_run(ranks: RankPool, tmp_path: Path, n_kills: int) -> None:
+    """At random points of each kind: forwards, backwards, between steps, while saving, after saving began."""
+    steps = 2 * n_kills + 6
+    (tmp_path / "never").mkdir()
+    ranks.run(undisturbed, 2, tmp_path / "never", "never", steps)
+    (tmp_path / "anywhere").mkdir()
+    log = tmp_path / "anywhere.log"
+    ended(started(log, str(tmp_path / "anywhere"), "anywhere", str(steps), str(n_kills)), log)
     wanted = {step: loss for _, _, step, loss in losses(tmp_path / "never")}
     found = losses(tmp_path / "anywhere")
-    assert {attempt for attempt, *_ in found} == set(range(11))
-    assert {step for _, _, step, _ in found} == set(wanted) == set(range(int(steps)))
+    assert {attempt for attempt, *_ in found} == set(range(n_kills + 1))
+    assert {step for _, _, step, _ in found} == set(wanted) == set(range(steps))
     assert [(step, loss) for _, _, step, loss in found if loss != wanted[step]] == []
 
 
 @pytest.mark.timeout(2700)
-def test_a_job_that_loses_a_machine_plans_again_for_the_others(tmp_path: Path) -> None:
+def test_a_job_that_loses_a_machine_plans_again_for_the_others(ranks: RankPool, tmp_path: Path) -> None:
     """Two torchruns of two ranks each. The second one is killed with its ranks."""
     endpoint = f"127.0.0.1:{20000 + os.getpid() % 20000}"
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
-    arguments = (str(tmp_path), "waiting", "16")
+    arguments = (str(tmp_path), "waiting", "16", "0")
     first = started(logs[0], *arguments, nodes="1:2", ranks=2, endpoint=endpoint)
     second = started(logs[1], *arguments, nodes="1:2", ranks=2, endpoint=endpoint, host=False)
     try:
@@ -100,8 +104,7 @@ def test_a_job_that_loses_a_machine_plans_again_for_the_others(tmp_path: Path) -
     assert {n for _, n, _, _ in found} == {2, 4}
     assert {step for _, _, step, _ in found} == set(range(16))
     (tmp_path / "alone").mkdir()
-    log = tmp_path / "alone.log"
-    ended(started(log, str(tmp_path / "alone"), "never without dropout", "16"), log)
+    ranks.run(undisturbed, 2, tmp_path / "alone", "never without dropout", 16)
     wanted = {step: loss for _, _, step, loss in losses(tmp_path / "alone")}
     for _, _, step, loss in found:
         assert loss == pytest.approx(wanted[step], rel=1e-4)

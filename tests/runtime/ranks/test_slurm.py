@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autopar import InputError
+from autopar.runtime.ranks import world
 from autopar.runtime.ranks.slurm import FIRST_PORT, PORTS, first_node, rank_variables
 
 TASK = {
@@ -130,3 +131,25 @@ def test_a_script_runs_as_tasks_of_srun(tmp_path: Path) -> None:
     texts = [out.splitlines()[-1] for out, _ in done]
     assert texts[0] == texts[1]
     assert texts[0].startswith("2 tensors here, loss ")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number >= 0, got 'two'"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK must be a whole number >= 0, got '-1'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2, so that ranks are 0 to 1"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE is 2, but MASTER_ADDR, MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT is not set"),
+    ],
+)
+def test_variables_of_a_broken_launch_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "shown_once", lambda rank: None)  # this process is no rank
+    with pytest.raises(InputError, match=re.escape(message)):
+        world.joined()

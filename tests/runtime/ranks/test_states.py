@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -74,6 +75,17 @@ def test_twenty_steps_give_the_parameters_of_one_process(ranks: RankPool, optimi
         cut = {"0.weight", "0.bias", "2.weight"}  # 7 biases and norms cannot be cut in two
         assert one["cut"] == {name: share if name in cut else 1.0 for name in one["cut"]}
         assert one["entries"] == {name: {part} for name, part in one["cut"].items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("changed", ["mesh", "replicas"])
+def test_a_plan_that_is_changed_to_cut_states_runs_so(ranks: RankPool, changed: str, zero: int) -> None:
+    before, found = (ranks.run(partial(stepped_by, changed=how), 2, "adamw", zero, 6)[0] for how in ("", changed))
+    assert found["message"] == ""
+    assert found["error"] < 1e-5
+    assert {name: found[name] for name in ("cut", "entries")} == {name: before[name] for name in ("cut", "entries")}
+    assert set(found["cut"].values()) == {0.5, 1.0}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +58,13 @@ def script(tmp_path: Path) -> Path:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def test_a_script_prints_the_same_losses_on_every_rank_as_in_one_process(script: Path) -> None:
-    alone = re.findall(r"loss ([\d.]+)", run(script, "plain").stdout)
+def test_a_script_prints_the_same_losses_on_every_rank_as_in_one_process(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(script), "plain"])
+    runpy.run_path(str(script))
+    alone = re.findall(r"loss ([\d.]+)", capsys.readouterr().out)
+    assert len(alone) == 4
     done = run(script, *TORCHRUN, "")
     assert done.returncode == 0, done.stderr
     found = re.findall(r"loss ([\d.]+)", done.stdout)  # two ranks may write one line

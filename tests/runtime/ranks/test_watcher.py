@@ -76,6 +76,44 @@ def test_a_broken_connection_is_the_failure_of_its_other_end() -> None:
     assert second.heartbeats.known() == first.heartbeats.known()
 
 
+class LosableStore:
+    """A store that may be gone, with the process that has it."""
+
+    def __init__(self) -> None:
+        self._store, self.is_gone = dist.HashStore(), False
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if self.is_gone:
+                raise RuntimeError("Connection reset by peer")
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+def test_where_the_rank_with_the_store_ended_is_what_this_rank_heard_last() -> None:
+    """Nothing is claimed where it heard nothing: rank 2 listens to rank 1."""
+    store = LosableStore()
+    first, second, third = (Watcher(rank, 3, store, 0, 5.0, lambda: True) for rank in range(3))
+    with first.call("train_step"):
+        first.doing(Phase.FORWARD, 0, 1)
+        for one in (first, second, third):
+            one.heartbeats.beat(one.position)
+        second.heartbeats.listen(0.5)
+        third.heartbeats.listen(0.5)
+    store.is_gone = True
+    errors = []
+    for one in (second, third):
+        with one.call("train_step"):
+            errors.append(str(one.lost(RuntimeError("Connection closed by peer"))))
+    cause = "its process ended: killed, or crashed (Connection closed by peer)"
+    place = "in the forward of stage 0, micro-batch 1 (call 1, train_step)"
+    assert errors == [
+        f"rank 0 failed, last heard of {place}: {cause}; rank 1 was waiting for it in call 1, train_step",
+        f"rank 0 failed: {cause}; rank 2 was waiting for it in call 1, train_step",
+    ]
+
+
 def test_a_rank_without_beats_fails_after_the_timeout() -> None:
     ranks = watchers(3)
     for one in ranks:
@@ -196,6 +234,24 @@ def test_every_attempt_has_a_number_of_its_own() -> None:
         assert len(set(numbers)) == 1
         found.append(numbers[0])
     assert len(set(found)) == 3
+
+
+def test_an_error_that_ends_the_script_failed_in_the_call_that_raised_it() -> None:
+    first, second = watchers(2)
+    error = ValueError("wrong")
+    with pytest.raises(ValueError, match="wrong"), first.call("train_step"):
+        raise error
+    first.script_failed(error)
+    assert str(second.heartbeats.known()) == "rank 0 failed in call 1, train_step: ValueError: wrong"
+
+
+def test_an_error_is_not_hidden_by_a_store_that_is_gone() -> None:
+    store = LosableStore()
+    calls = RaisedCalls(store, 2, 0.1)
+    calls.begin()
+    store.is_gone = True
+    with pytest.raises(ValueError, match="what happened"), calls.together():
+        raise ValueError("what happened")
 
 
 def test_a_rank_that_does_not_start_is_named() -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from autopar.errors import AutoparError
 
 _LOST = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|pair closure|Socket closed|Timed out waiting"
+    r"Connection (closed|reset|refused|was likely closed)|Broken pipe|pair closure|Socket closed|Timed out waiting"
     r"|ncclRemoteError|remote process exited|NCCL communicator (was|has been) aborted|ncclCommAbort"
 )
 _LONGEST = 500  # characters of an error's message that travel to other ranks
@@ -36,6 +36,8 @@ class Position:
     microbatch: int = -1
 
     def __str__(self) -> str:
+        if self == UNKNOWN:
+            return "at some place"
         if self.action:
             return f"in the {self.action} of stage {self.stage}, micro-batch {self.microbatch} ({self._call})"
         if self.what:
@@ -45,6 +47,9 @@ class Position:
     @property
     def _call(self) -> str:
         return f"call {self.call}, {self.what}"
+
+
+UNKNOWN = Position(call=-1)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,9 @@ class Failure:
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "a rank"
-        where = f", last heard of {self.position}" if self.is_last_beat else f" {self.position}"
+        where = "" if self.position == UNKNOWN else f" {self.position}"
+        if self.is_last_beat:
+            where = f", last heard of{where}"
         return f"{who} failed{where}: {self.cause}"
 
     def to_json(self) -> str:

@@ -64,6 +64,10 @@ class Heartbeats:
             return {r: self._store.get(f"beat/{r}").decode() for r in ranks if self._store.check([f"beat/{r}"])}
         return {}
 
+    def last(self, rank: int) -> str:
+        """The last beat of a rank: where the store is gone, the last that this rank heard; "" if it heard none."""
+        return self.of([rank]).get(rank, "") or self._heard.get(rank, ("", 0.0))[0]
+
     def listen(self, elapsed: float) -> None:
         """Note the beat of the nearest rank before this one that has not ended; record that it failed after `timeout`
         seconds without a new one, or that it is in another call. `elapsed`: seconds since the last call."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -27,14 +27,15 @@ class RaisedCalls:
         """All ranks begin the same call."""
         self._n_begun += 1
 
-    @contextmanager
+    @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Around the rest of the call."""
         try:
             yield
         except BaseException:
             self._raised = True
-            self._store.add(self._key, 1)
+            with contextlib.suppress(RuntimeError):  # the store is gone, with its rank: the error says more
+                self._store.add(self._key, 1)
             raise
 
     def wait_for_others(self) -> None:

@@ -29,7 +29,16 @@ import torch.distributed as dist
 
 from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError
-from autopar.runtime.ranks.faults.failure import Failure, LostRankError, Position, described, is_lost_connection, names
+from autopar.runtime.ranks.faults.clock import Clock
+from autopar.runtime.ranks.faults.failure import (
+    UNKNOWN,
+    Failure,
+    LostRankError,
+    Position,
+    described,
+    is_lost_connection,
+    names,
+)
 from autopar.runtime.ranks.faults.heartbeats import BEAT, ENDED, Heartbeats, position_of
 from autopar.runtime.ranks.faults.raised_calls import RaisedCalls
 from autopar.runtime.ranks.one_message import is_on_all_ranks
@@ -129,6 +138,7 @@ class Watcher:
         self.raised_calls = RaisedCalls(store, size, timeout)
         self._n_calls, self._inside, self._doing = 0, "", (Phase.FORWARD, -1, -1)
         self._n_raised = 0  # of the calls
+        self._raised = (0, Position())  # id of the error that a call raised last, and where
         self._own = threading.Event()  # this rank failed by itself, and is about to end
         self._stopped = threading.Event()
         self._n_looks = 0
@@ -163,10 +173,12 @@ class Watcher:
         try:
             yield
             ended = True
-        except RuntimeError as error:
-            if not is_lost_connection(error):
-                raise
-            raise self.lost(error) from error
+        except BaseException as error:
+            if is_lost_connection(error):
+                raise self.lost(error) from error
+            if self._raised[0] != id(error):  # of the innermost call
+                self._raised = (id(error), self.position)
+            raise
         finally:
             self._n_raised += not (ended or outer)
             self._inside = outer
@@ -182,7 +194,8 @@ class Watcher:
         elif is_lost_connection(error):
             failure = self._lost([r for r in range(self.size) if r != self.rank], described(error))
         else:
-            failure = Failure(self.rank, described(error), self.position, self.rank)
+            where = self._raised[1] if id(error) == self._raised[0] else self.position
+            failure = Failure(self.rank, described(error), where, self.rank)
         first = self.heartbeats.record(failure)
         if first.noticed_by == self.rank and not self._own.is_set():
             _say(f"{first}; all ranks end")
@@ -223,13 +236,13 @@ class Watcher:
             who = names(silent) + " ended" if silent else "a connection broke"
             return Failure(-1, f"{who} ({cause})", self.position, self.rank)
         (rank,) = silent
-        last = self.heartbeats.of(silent).get(rank, "")
+        last = self.heartbeats.last(rank)
         how = "its script had ended" if last == ENDED else "its process ended: killed, or crashed"
         own = self.position
         if due is not None:
             return Failure(rank, f"{how} ({cause})", Position(own.call, own.what, *due), self.rank)
         if not last:
-            return Failure(rank, f"{how} ({cause})", own, self.rank)
+            return Failure(rank, f"{how} ({cause})", UNKNOWN, self.rank)
         return Failure(rank, f"{how} ({cause})", position_of(last), self.rank, is_last_beat=True)
 
     def went_well(self) -> bool:
@@ -289,7 +302,7 @@ class Watcher:
     def _judge(self) -> None:
         """End the process where the caller's thread cannot."""
         last, waited, n_looks = time.monotonic(), 0.0, 0
-        failing, interrupted, leaving = _Clock(), _Clock(), _Clock()
+        failing, interrupted, leaving = Clock(), Clock(), Clock()
         while not self._stopped.wait(_LOOK):
             now = time.monotonic()
             elapsed, last = min(now - last, 2 * _LOOK), now
@@ -302,9 +315,10 @@ class Watcher:
                 if not self._inside:
                     leaving.reset()
                 elif leaving.passed(_TAIL, self._n_calls):
-                    self._end(f"the store of {self._host} is gone; {self._ends()}")
+                    self._end(f"{self._store} is gone; {self._ends()}")
             elif waited > self.timeout:
-                self._end(f"the store of {self._host} has not answered for {self.timeout:g} s; {self._ends()}")
+                what = f"{self._store} has not answered for {self.timeout:g} s"
+                self._end(f"{what}: it is stopped, or its machine cannot be reached; {self._ends()}")
             if self._was_interrupted():
                 interrupted.begin(self._n_calls)
             if interrupted.running:
@@ -315,8 +329,11 @@ class Watcher:
                     self._end(f"{self.heartbeats.failure}; all ranks end", 130)
 
     @property
-    def _host(self) -> str:
-        return f"rank {self._store_rank}" if self._store_rank >= 0 else "torch.distributed"
+    def _store(self) -> str:
+        """For messages: whose process has the store."""
+        if self._store_rank >= 0:
+            return f"rank {self._store_rank} failed: the store of all ranks, which its process has,"
+        return "the store of torch.distributed"
 
     def _ends(self) -> str:
         return f"rank {self.rank} ends {self.position}"
@@ -362,31 +379,6 @@ def _listen_to_signals() -> None:
     before = signal.set_wakeup_fd(_signals[1].fileno(), warn_on_full_buffer=False)
     if before not in (-1, _signals[1].fileno()):  # another library has it
         signal.set_wakeup_fd(before)
-
-
-class _Clock:
-    """Time since something began."""
-
-    def __init__(self) -> None:
-        self._start: float | None = None
-        self._of: Any = None
-
-    @property
-    def running(self) -> bool:
-        return self._start is not None
-
-    def begin(self, of: Any = None) -> None:
-        if self._start is None or self._of != of:
-            self._start, self._of = time.monotonic(), of
-
-    def reset(self) -> None:
-        self._start = None
-
-    def passed(self, seconds: float, of: Any = None) -> bool:
-        """Whether it began that long ago; begins now if it had not, or for something else."""
-        self.begin(of)
-        assert self._start is not None
-        return time.monotonic() - self._start > seconds
 
 
 def _say(text: str) -> None:

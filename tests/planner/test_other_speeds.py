@@ -1,0 +1,93 @@
+"""Steps with other speeds of computing and of collectives, and a bottleneck that tells the two apart."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_plans import priced
+
+from autopar import Plan
+from autopar.plan.stage import Stage
+from autopar.planner.communication import exposed_communication, exposed_each
+from autopar.planner.explain import own_explanation
+from autopar.planner.other_speeds import at_other_speed
+from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.sensitivity import sensitivity
+
+FACTORS = st.floats(0.1, 10.0)
+
+
+def seconds(stage: Stage, training: bool = True) -> float:
+    """Of the passes of a micro-batch."""
+    again = (stage.forward_time or 0.0) * stage.recompute + (stage.recompute_time or 0.0)
+    return (stage.forward_time or 0.0) + (stage.backward_time or 0.0) + again
+
+
+@given(FACTORS, FACTORS, st.booleans(), st.floats(0.0, 0.001))
+def test_computing_and_collectives_change_on_their_own(a: float, b: float, recompute: bool, hidden: float) -> None:
+    for one in priced().stages:
+        stage = dataclasses.replace(one, recompute=recompute, hidden_time=hidden)
+        exposed = exposed_each(stage)
+        other = at_other_speed(stage, computing=a, collectives=b)
+        assert seconds(other) == pytest.approx(a * (seconds(stage) - exposed) + b * exposed)
+        assert other.sync_time == pytest.approx(b * (stage.sync_time or 0.0))
+        assert (other.forward_time or 0) / (stage.forward_time or 1) == pytest.approx(
+            (other.backward_time or 0) / (stage.backward_time or 1)
+        )
+
+
+def replicas(sync: float) -> Plan:
+    """One stage on four devices that add up their gradients."""
+    names = tuple(f"cuda:{i}" for i in range(4))
+    stage = Stage(names, ("net/linear#0",), 0.01, 0.02, sync_time=sync)
+    return Plan((stage,), 4, "1f1b", 4, names, predicted_step_time=0.03 + sync)
+
+
+def test_slow_sums_of_gradients_are_the_bottleneck() -> None:
+    plan = replicas(0.27)
+    explained = own_explanation(plan)
+    assert explained.bottleneck is not None
+    assert explained.bottleneck.bound == "collectives"
+    shares = dict(explained.bottleneck.shares)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["collectives"] == pytest.approx(0.27 / 0.30, rel=1e-2)
+    helps = {change.what: change.step_time for change in explained.helps}
+    assert helps["collectives twice as fast"] == pytest.approx(0.03 + 0.135, rel=1e-2)
+    assert helps["computing 10% faster on all devices"] == pytest.approx(0.03 / 1.1 + 0.27, rel=1e-2)
+    text = " ".join(str(plan.report().only("At a glance")).split())
+    assert "bound by collectives among its devices" in text
+    assert "90% in collectives" in text
+
+
+def test_a_plan_without_collectives_says_nothing_of_them() -> None:
+    plan = replicas(0.0)
+    explained = own_explanation(plan)
+    assert explained.bottleneck is not None
+    assert dict(explained.bottleneck.shares).keys() == {"compute", "link", "bubble"}
+    assert not [change for change in (*explained.helps, *sensitivity(plan)) if "collectives" in change.what]
+
+
+def test_collectives_of_a_mesh_count_as_such() -> None:
+    plan = priced()
+    step = step_of_plan(plan)
+    explained = own_explanation(plan)
+    assert step is not None
+    assert explained.bottleneck is not None
+    share = dict(explained.bottleneck.shares)["collectives"]
+    wanted = exposed_communication(plan)[explained.bottleneck.stage] / step.timeline().step_time
+    assert share == pytest.approx(wanted)
+    changes = {change.what: change.step_time for change in sensitivity(plan)}
+    assert changes["collectives twice as fast"] < step.timeline().step_time < changes["collectives half as fast"]
+
+
+def test_a_device_is_idle_because_measured_steps_said_so() -> None:
+    """Not because of what notes say of the prices."""
+    plan = replicas(0.0)
+    plan = dataclasses.replace(plan, devices=(*plan.devices, "cuda:4"))
+    estimated = dataclasses.replace(plan, notes=("estimated from the data sheets of 8xH100, not measured",))
+    assert own_explanation(estimated).idle == (("cuda:4", "the plan does not use it"),)
+    tuned = dataclasses.replace(plan, notes=("no gain", "tuned over 2 steps each: ... (* is followed)"))
+    assert own_explanation(tuned).idle == (("cuda:4", tuned.notes[1]),)

@@ -1,0 +1,158 @@
+"""Meshes on hosts with any numbers of devices: they lie alike in their hosts, and the search counts devices rightly."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from simulated_ranks import SimulatedRanks
+from torch import nn
+
+from autopar.analysis.example import capture_example
+from autopar.costs.measured import measure_costs
+from autopar.costs.rank_costs import _beside, rank_costs
+from autopar.options import PlanOptions
+from autopar.plan.plan import Plan
+from autopar.planner.inter_op.mesh_places import counts_exactly, mesh_places, place_together
+from autopar.planner.search import make_plan
+from autopar.planner.search_at_hand import shards_at_hand
+from autopar.planner.search_options import search_options
+from cost_models import Cluster, DeviceError, MeasuredCollectives, parse_devices
+from cost_models.hardware.networks import Network
+
+HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=10)
+
+
+def shape_of(nodes: list[int], place: tuple[int, ...]) -> list[int]:
+    return sorted(Counter(nodes[device] for device in place).values())
+
+
+@given(HOSTS, st.integers(1, 10))
+def test_meshes_of_one_width_are_disjoint_and_lie_alike(nodes: list[int], width: int) -> None:
+    places = mesh_places(nodes, width)
+    used = [device for place in places for device in place]
+    assert len(used) == len(set(used))
+    assert all(len(place) == width for place in places)
+    assert len({tuple(shape_of(nodes, place)) for place in places}) <= 1
+    most = max(Counter(nodes).values())
+    if width <= most:  # none could be added
+        left = Counter(node for device, node in enumerate(nodes) if device not in used)
+        assert all(count < width for count in left.values())
+
+
+@given(HOSTS)
+def test_a_mesh_may_have_all_devices(nodes: list[int]) -> None:
+    (place,) = mesh_places(nodes, len(nodes))
+    assert sorted(place) == list(range(len(nodes)))
+
+
+@given(HOSTS, st.data())
+def test_meshes_that_a_search_counts_find_their_places(nodes: list[int], data: st.DataObject) -> None:
+    """Of widths each of which divides the next, as many as their number of devices allows."""
+    n_devices = data.draw(st.integers(1, len(nodes)))
+    chain = [width for width in (1, 2, 4, 8) if counts_exactly(nodes, width, n_devices)]
+    assume(1 in chain)
+    wanted: list[int] = []
+    while True:
+        fitting = [width for width in chain if width <= n_devices - sum(wanted)]
+        if not fitting or data.draw(st.booleans()):
+            break
+        wanted.append(data.draw(st.sampled_from(fitting)))
+    places = place_together(nodes, wanted)
+    assert places is not None
+    assert [len(place) for place in places] == wanted
+    used = [device for place in places for device in place]
+    assert len(used) == len(set(used))
+    for place in places:
+        assert shape_of(nodes, place) == shape_of(nodes, mesh_places(nodes, len(place))[0])
+
+
+def network(name: str) -> Network:
+    return Network(name, 1e-6, 1e9)
+
+
+def test_a_cluster_of_uneven_nodes_knows_where_devices_lie() -> None:
+    devices = parse_devices(["cpu"] * 3)
+    spec = dataclasses.replace(Cluster.preset("cpu").node[0], name=devices[0].kind)
+    cluster = Cluster((spec,) * 3, 1, network("in"), network("out"), devices, sizes=(2, 1))
+    assert [cluster.node_of(device) for device in devices] == [0, 0, 1]
+    assert [cluster.card_of(device) for device in devices] == [(0, 0), (0, 1), (1, 0)]
+    assert (cluster.n_nodes, cluster.largest_node) == (2, 2)
+    assert cluster.group(devices).uneven == (1, 2)
+    assert cluster.link(devices[0], devices[1]) == network("in").link
+    assert cluster.link(devices[1], devices[2]) == network("out").link
+    assert "nodes of 2, 1 devices" in str(cluster)
+    assert "between nodes" in str(cluster)
+    with pytest.raises(DeviceError, match=r"has nodes that are alike, and these have \(2, 1\) devices"):
+        cluster.to_toml()
+    for sizes, nodes in (((2, 2), 1), ((3, 0), 1), ((2, 1), 2)):
+        with pytest.raises(DeviceError, match="sizes of nodes are those of the"):
+            Cluster((spec,) * 3, nodes, network("in"), network("out"), devices, sizes=sizes)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 1, 0, 1], [1, 0, 0], [0, 0, 0, 1, 1], [0, 1, 2]])
+def test_hosts_of_ranks_become_nodes_whatever_their_sizes_and_order(hosts: list[int]) -> None:
+    """Links and groups are those of the ranks' hosts; one group of every shape is measured."""
+    devices = parse_devices(["cpu"] * len(hosts))
+    ranks = SimulatedRanks(hosts, devices)
+    costs = rank_costs(ranks, devices, ranks.links(), None)
+    assert not costs.notes
+    cluster = costs.cluster
+    for (a, first), (b, second) in itertools.combinations(enumerate(devices), 2):
+        assert (cluster.node_of(first) == cluster.node_of(second)) == (hosts[a] == hosts[b])
+        assert cluster.link(first, second) == ranks.links().links[a, b]
+    measured = [cluster.group([devices[rank] for rank in group]) for group in ranks.asked]
+    shapes = [(group.nodes, group.per_node, group.uneven) for group in measured]
+    assert len(shapes) == len(set(shapes))
+    found = [(one.nodes, one.per_node, one.uneven) for one in cluster.measured_collectives]
+    assert sorted(found) == sorted(shapes)
+    everyone = cluster.group(devices)
+    assert (everyone.nodes, everyone.per_node, everyone.uneven) in shapes
+
+
+@given(HOSTS, st.data())
+def test_groups_beside_another_lie_like_it(nodes: list[int], data: st.DataObject) -> None:
+    group = data.draw(st.lists(st.integers(0, len(nodes) - 1), min_size=1, unique=True))
+    found = _beside(nodes, group)
+    assert found[0] == tuple(group)
+    assert sum(map(len, found)) == len({rank for one in found for rank in one})
+    assert len({tuple(sorted(nodes[rank] for rank in one)) for one in found}) == 1
+
+
+def planned(hosts: list[int], widest: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Plan:
+    """A plan of ranks on these hosts, where collectives cost nothing, so that meshes gain time."""
+    monkeypatch.setattr(MeasuredCollectives, "seconds", lambda *_: 1e-9)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), torch.randn(16, 512)
+    devices = parse_devices(["cpu"] * len(hosts))
+    example = capture_example(model, devices, (x,), {}, loss_fn=nn.functional.mse_loss, target=x)
+    example, search = search_options(example, PlanOptions(**options), len(devices))
+    ranks = SimulatedRanks(hosts, devices, example)
+    costs = measure_costs(example, devices, cache=False, ranks=ranks)
+    at_hand = shards_at_hand(example, costs, search, widest, cache=False, ranks=ranks)
+    assert at_hand.meshes is not None
+    return make_plan(at_hand.costs, search, at_hand.meshes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "widest"),
+    [([0, 0, 1], 2), ([0, 0, 1], 3), ([0, 1, 0, 1], 2), ([0, 0, 0, 1, 1], 3), ([0, 0, 1, 1, 2], 4), ([0, 1], 2)],
+)
+def test_ranks_of_uneven_hosts_get_meshes_that_lie_in_them(
+    hosts: list[int], widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(hosts, widest, monkeypatch, max_replicas=1, n_microbatches=1)
+    meshes = [stage.devices[: stage.shards] for stage in plan.stages]
+    assert 1 < max(map(len, meshes)) <= widest
+    numbers = [[int(name.rpartition(":")[2]) for name in mesh] for mesh in meshes]
+    assert len({rank for mesh in numbers for rank in mesh}) == sum(map(len, numbers))
+    for mesh in numbers:
+        if len(mesh) <= max(Counter(hosts).values()):
+            assert len({hosts[rank] for rank in mesh}) == 1

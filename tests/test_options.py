@@ -106,8 +106,12 @@ def test_a_list_is_none_of_the_choices(name: str) -> None:
     [
         (autopar.parallelize, {"plan": "plan.json"}, r"plan must be a Plan, got str; Plan.load\(path\) reads a file"),
         (autopar.plan, {"plan": {"stages": []}}, "plan must be a Plan, got dict"),
-        (autopar.compare, {"plans": {"mine": "plan.json"}}, r"plans\['mine'\] must be a Plan, got str; Plan.load"),
-        (autopar.compare, {"plans": ["plan.json"]}, "plans must be a mapping from names to plans, got list"),
+        (
+            autopar.compare,
+            {"plans": {"mine": "plan.json"}},
+            "plans: 'mine' must be a Plan, or None for a search, got str; Plan.load",
+        ),
+        (autopar.compare, {"plans": ["plan.json"]}, "plans must be a dict of names and plans, got list"),
     ],
 )
 def test_what_is_no_plan_is_refused(call: Any, keywords: dict[str, Any], message: str) -> None:

@@ -36,12 +36,16 @@ def tables_of(measured: Sequence[tuple[Device, GraphTimes]]) -> tuple[CostTable,
 
 
 def _accumulation(times: Sequence[GraphTimes], nodes: Sequence[str]) -> np.ndarray | None:
-    """[nodes] s, which do not depend on the samples: the median of all sizes, and no more than any backward."""
-    if not any(one.accumulation for one in times):
+    """[nodes] s, which do not depend on the samples: those of the largest size, and no more than any backward.
+
+    One size, which is measured for every plan of the whole batch: more of them would give a plan another price where
+    other numbers of micro-batches were measured, too.
+    """
+    largest = times[-1].accumulation
+    if not largest:
         return None
-    each = np.array([[one.accumulation.get(n, 0.0) for n in nodes] for one in times])
     least = np.array([[one.backward[n] for n in nodes] for one in times]).min(axis=0)
-    return np.minimum(np.median(each, axis=0), least)
+    return np.minimum([largest.get(n, 0.0) for n in nodes], least)
 
 
 def _evened(rows: np.ndarray, totals: np.ndarray) -> np.ndarray:

@@ -102,7 +102,15 @@ def test_chains_bound_each_cut_by_the_best_plan_that_has_it(problem: Problem, sh
     """Under a limit, cuts of plans below it keep their bounds, and others may have none."""
     kinds = tuple(replace(kind, memory=math.inf, pool=None, space=None, width=1) for kind in problem.kinds)
     problem = replace(
-        problem, kinds=kinds, sum_counts=False, max_replicas=1, weight=None, blocks=None, cores=None, schedule="gpipe"
+        problem,
+        kinds=kinds,
+        sum_counts=False,
+        max_replicas=1,
+        weight=None,
+        blocks=None,
+        cores=None,
+        schedule="gpipe",
+        accumulation=None,
     )
     counts, cuts = problem.counts, problem.space.cuts
     best = dict.fromkeys((frozenset(np.flatnonzero(row).tolist()) for row in cuts), math.inf)

@@ -141,7 +141,7 @@ def test_modes_are_named_and_exclude_each_other() -> None:
         Plan.from_split(split, n_microbatches=2, recompute={0: "full"}, selective=[0])
     with pytest.raises(PlanError, match=r"stage 0 keeps products of layers that it recomputes, but it recomputes none"):
         Plan((Stage(("cpu:0",), keeps_products=True),), 1)
-    with pytest.raises(PlanError, match=r"one of none, selective, full, selective-op, stage, got \{0: 'layers'\}"):
+    with pytest.raises(PlanError, match=r"one of none, selective, full, selective-op, stage, got 'layers'"):
         Plan.from_split(split, n_microbatches=2, recompute={0: "layers"})
 
 

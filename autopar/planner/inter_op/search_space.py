@@ -66,7 +66,9 @@ class SearchSpace:
         self.graph: AtomGraph = self.atoms.graph(
             np.maximum(self.atoms.sums(table.nodes, table.forward[-1] + table.backward[-1]), 0.0)
         )
-        self._most_cuts = most_cuts([min(count, MANY_DEVICES) for count in self.full], self.effort.cuts)
+        # Of a chain of layers half of the cuts are different ones: many meshes with several stages each need more.
+        most = self.effort.cuts * (2 if meshes is not None and sum(self.full) > MANY_DEVICES else 1)
+        self._most_cuts = most_cuts([min(count, MANY_DEVICES) for count in self.full], most)
         cuts, self.complete = cuts_worth_looking_at(self.graph, self._most_cuts)
         self.n_cuts = len(cuts)
         self._configured: dict[str, Space] = {}  # the space with the bytes of a stage configuration, by its name

@@ -36,7 +36,7 @@ def tables_of(measured: Sequence[tuple[Device, GraphTimes]]) -> tuple[CostTable,
 
 
 def _accumulation(times: Sequence[GraphTimes], nodes: Sequence[str]) -> np.ndarray | None:
-    """[nodes] s, which do not depend on the samples: those of the largest size, and no more than any backward.
+    """[nodes] s, which do not depend on the samples: those of the largest size, and no more than its backwards.
 
     One size, which is measured for every plan of the whole batch: more of them would give a plan another price where
     other numbers of micro-batches were measured, too.
@@ -44,8 +44,7 @@ def _accumulation(times: Sequence[GraphTimes], nodes: Sequence[str]) -> np.ndarr
     largest = times[-1].accumulation
     if not largest:
         return None
-    least = np.array([[one.backward[n] for n in nodes] for one in times]).min(axis=0)
-    return np.minimum([largest.get(n, 0.0) for n in nodes], least)
+    return np.array([min(largest.get(n, 0.0), times[-1].backward[n]) for n in nodes])
 
 
 def _evened(rows: np.ndarray, totals: np.ndarray) -> np.ndarray:

@@ -12,20 +12,12 @@ import numpy as np
 
 from autopar.costs.sends import Lane
 from autopar.plan.recompute import Recompute
-from autopar.planner.inter_op.atom_times import (
-    Behind,
-    CoreSeconds,
-    PassSeconds,
-    in_one_part,
-    passes,
-    seconds_once,
-    with_cores,
-)
 from autopar.planner.inter_op.bounds import LeastTerms, least_terms
 from autopar.planner.inter_op.cut_tables import Tables
 from autopar.planner.inter_op.memory_formula import activation_bytes
 from autopar.planner.inter_op.needed_devices import NeededDevices, Needs
-from autopar.planner.inter_op.problem import Gradients, Problem
+from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.stage_seconds import StageSeconds
 from autopar.planner.inter_op.stage_tables import Mode, Needless, Stages, Terms, Wanted
 from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
 
@@ -48,6 +40,7 @@ class Costs:
     def __init__(self, problem: Problem, counts: tuple[int, ...], extra_memory: float = 0.0) -> None:
         """`extra_memory`: bytes added to every device, to find out how much is lacking."""
         self.problem = problem
+        self._seconds = StageSeconds(problem)
         self.counts = counts
         self._extra = extra_memory
         widths = problem.widths(counts)
@@ -57,13 +50,6 @@ class Costs:
         self.units = tuple(c // u if own else 0 for c, u, own in zip(counts, self.unit, widths, strict=True))
         self.most_groups = problem.most_groups(counts)
         self._known_limits: dict[int, tuple[int, ...]] = {}
-        self._known_gradients: dict[int, Gradients] = {}
-        self._known_once: dict[int, np.ndarray] = {}
-        self._known_passes: dict[tuple[int, int], PassSeconds[np.ndarray]] = {}
-        self._known_networks: dict[int, PassSeconds[np.ndarray]] = {}
-        self._known_behind: dict[int, Behind[np.ndarray]] = {}
-        self._known_reduced: dict[int, np.ndarray] = {}  # by replicas, of one kind
-        self._reduced_kind = -1
         self.modes = [
             Mode(kind, recompute)
             for kind, pool in enumerate(problem.pools)
@@ -147,19 +133,8 @@ class Costs:
         terms = self.terms_of(mode, replicas)
         passes = self._rounds(replicas) * terms.each_more + terms.delayed
         if self.problem.accumulation is not None and not self._lacks_in_fill(replicas):
-            passes = np.maximum(passes - self.problem.chunks * self._lacking(mode), 0.0)
-        return passes + self._reduced(mode.kind, replicas) + self._once(mode.kind)
-
-    def _reduced(self, kind: int, replicas: int) -> np.ndarray:
-        """Seconds once a step to add up gradients over replicas, whatever stages run again, [n_pairs]."""
-        if self._reduced_kind != kind:  # the modes of a kind follow each other
-            self._known_reduced, self._reduced_kind = {}, kind
-        if replicas not in self._known_reduced:
-            reduction = self.problem.kinds[kind].reduction(replicas, self._gradients(kind))
-            if self.problem.overlapping is not None:
-                reduction = self._not_hidden(kind, replicas, reduction)
-            self._known_reduced[replicas] = reduction
-        return self._known_reduced[replicas]
+            passes = np.maximum(passes - self.problem.chunks * self._seconds.lacking(mode), 0.0)
+        return passes + self._seconds.reduced(mode.kind, replicas) + self._seconds.once(mode.kind)
 
     def _rounds(self, replicas: int) -> int:
         """Micro-batches of a replica after its first; of a device, pairs of a stage and a micro-batch."""
@@ -171,25 +146,6 @@ class Costs:
         stages with several micro-batches only the slowest one counts as lacking it, in its max term.
         """
         return not self._rounds(replicas) and self.problem.weight is None
-
-    def _lacking(self, mode: Mode) -> np.ndarray:
-        """Seconds that the first micro-batch of a replica takes less, [n_pairs]: its gradients are added to none."""
-        assert self.problem.accumulation is not None
-        passes = self._passes(mode.kind, mode.recompute)
-        most = passes.backward if self.problem.weight is None else passes.weight
-        return np.minimum(self._between(self.problem.accumulation[mode.kind]), most)
-
-    def _not_hidden(self, kind: int, replicas: int, reduction: np.ndarray) -> np.ndarray:
-        """What adding up gradients over replicas takes longer, with the collectives of a mesh, than the passes that
-        these run behind. `reduction`: s for it alone."""
-        overlapping = self.problem.overlapping
-        assert overlapping is not None
-        behind = self._behind(kind)
-        if overlapping.reductions:
-            bucket = behind.bucket + self.problem.kinds[kind].bucket(replicas)
-            behind, reduction = behind._replace(gradients=behind.gradients + reduction, bucket=bucket), np.zeros(())
-        split = self.problem.weight is not None
-        return reduction + seconds_once(behind, self._passes(kind), self._network(kind), split=split)
 
     def max_term_of(self, mode: Mode, replicas: int, start: int, stop: int) -> float:
         """p_s in seconds of a stage that fits the memory."""
@@ -289,7 +245,7 @@ class Costs:
         """`lacks`: see `_lacks_in_fill`."""
         problem, tables = self.problem, self.problem.tables(mode.kind)
         kind, share = problem.kinds[mode.kind], problem.bytes_share
-        forward, backward, weight = self._passes(mode.kind, mode.recompute)
+        forward, backward, weight = self._seconds.passes(mode.kind, mode.recompute)
         overhead = problem.overhead_of(mode.recompute)
         back = backward + (problem.n_actions - 1) * overhead + (forward if mode.recompute == Recompute.STAGE else 0.0)
         there = forward + overhead + kind.send_seconds_per_byte * share * tables.sent
@@ -310,81 +266,11 @@ class Costs:
             delayed = np.minimum(2 * (weight + overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
         if lacks and problem.accumulation is not None and problem.sum_counts:
-            fill = fill - self._lacking(mode)
+            fill = fill - self._seconds.lacking(mode)
         in_flight, working = activation_bytes(tables.activations, mode.recompute)
         once = tables.resident + share * working
         possible = np.where(_allowed(tables, mode.recompute), fill, math.inf)
         return Terms(time, each_more, possible, delayed, once, share * in_flight)
-
-    def _passes(self, kind: int, recompute: int = Recompute.NONE) -> PassSeconds[np.ndarray]:
-        """Seconds of a micro-batch, [n_pairs]; the weight part counts only where the backward is split. `recompute`:
-        what the backward runs again as it gets there; a whole forward is a pass of its own."""
-        problem, split = self.problem, self.problem.weight is not None
-        alone = problem.captured is not None and recompute in problem.captured.modes
-        if recompute == Recompute.STAGE and not alone:
-            recompute = Recompute.NONE
-        if (kind, recompute) not in self._known_passes:
-            forward, backward, weights = problem.forward, problem.backward, problem.weight
-            if problem.captured is not None and alone:
-                forward, backward = problem.captured.each.forward, problem.captured.each.backward
-                weights = problem.captured.each.weight if split else None
-            weight = np.zeros(()) if weights is None else self._between(weights[kind])
-            known = PassSeconds(self._between(forward[kind]), self._between(backward[kind]), weight)
-            nothing, launches = np.zeros_like(known.forward), problem.launches
-            host, start = PassSeconds(nothing, nothing, np.zeros_like(weight)), 0.0
-            if launches is not None:
-                host = PassSeconds(*(self._between(each[kind]) for each in launches.each))
-                start = launches.start[kind]
-            network = None if problem.overlapping is None else self._network(kind)
-            full = recompute == Recompute.FULL
-            groups = problem.blocks if full else problem.cores if recompute == Recompute.SELECTIVE else None
-            if groups is not None:
-                again = CoreSeconds(*(self._between(of[kind]) for of in groups))
-                known, host, network = with_cores(known, host, network, again)
-            if launches is not None or network is not None:
-                known = passes(known, host, start, network, split=split)
-            if full:
-                known = in_one_part(known)
-            self._known_passes[kind, recompute] = known
-        return self._known_passes[kind, recompute]
-
-    def _network(self, kind: int) -> PassSeconds[np.ndarray]:
-        """Seconds of all collectives of a micro-batch, [n_pairs]."""
-        if kind not in self._known_networks:
-            assert self.problem.overlapping is not None
-            each = self.problem.overlapping.network
-            self._known_networks[kind] = PassSeconds(*(self._between(array[kind]) for array in each))
-        return self._known_networks[kind]
-
-    def _behind(self, kind: int) -> Behind[np.ndarray]:
-        """Seconds once a step of the collectives of a mesh behind its passes, [n_pairs]."""
-        if kind not in self._known_behind:
-            assert self.problem.overlapping is not None
-            gradients, parameters, bucket = self.problem.overlapping.behind
-            parts = self._between(gradients[kind]), self._between(parameters[kind])
-            self._known_behind[kind] = Behind(*parts, bucket[kind])
-        return self._known_behind[kind]
-
-    def _gradients(self, kind: int) -> Gradients:
-        if kind not in self._known_gradients:
-            self._known_gradients[kind] = Gradients(self.problem.tables(kind).gradients)
-        return self._known_gradients[kind]
-
-    def _once(self, kind: int) -> np.ndarray:
-        """Seconds once a step, whatever the replicas: collectives of the mesh, gradients of tied parameters, and the
-        optimizer's step."""
-        if kind not in self._known_once:
-            tables, of_kind = self.problem.tables(kind), self.problem.kinds[kind]
-            own = tables.once + of_kind.exchanged(Gradients(tables.tied_gradients)) + of_kind.stepped(tables)
-            if self.problem.once is not None:
-                own = own + self._between(self.problem.once[kind])
-            self._known_once[kind] = own
-        return self._known_once[kind]
-
-    def _between(self, weights: np.ndarray) -> np.ndarray:
-        """Sum of `weights` [n] over the atoms between every pair of cuts."""
-        before = self.problem.space.cuts_as_numbers @ weights
-        return np.maximum(before[self._pairs.stop] - before[self._pairs.start], 0.0)
 
     def _at_once(self, mode: Mode) -> np.ndarray:
         """Micro-batches that the memory has room for, [n_pairs]; -1 where the optimizer has none to step."""

@@ -86,6 +86,8 @@ def test_everything_wrong_is_reported_at_once() -> None:
         (autopar.plan, {"n_microbatch": 2}, "plan has no option 'n_microbatch'; did you mean n_microbatches?"),
         (autopar.plan, {"max_stages": 2, "optimiser": "sgd"}, "'max_stages'.*; plan has no option 'optimiser'"),
         (autopar.compare, {"tune": 2}, "compare has no option 'tune'; its options are n_microbatches, schedule"),
+        (autopar.parallelize, {"max_shrads": 2}, "parallelize has no option 'max_shrads'; did you mean max_shards?"),
+        (autopar.profile, {"optimiser": "sgd"}, "profile has no option 'optimiser'; did you mean optimizer?"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_closest_known_one(
@@ -93,6 +95,12 @@ def test_an_unknown_option_is_refused_with_the_closest_known_one(
 ) -> None:
     with pytest.raises(InputError, match=message):
         call(nn.Linear(8, 8), ["cpu"], **CALL, **keywords)
+
+
+@pytest.mark.parametrize("name", ["strict", "calibrate", "verify", "watch_nan", "cache"])
+def test_a_text_is_neither_true_nor_false(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} must be True or False, got 'no'"):
+        PlanOptions(**{name: "no"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["schedule", "launch", "precision", "optimizer_step", "batch_norm"])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.example import LossFunction
-from autopar.options import BatchDim, Data, Dynamic, PlanOptions, Tune
+from autopar.options import BatchDim, Data, Dynamic, PlanOptions, Tune, with_checked_names
 from autopar.plan.plan import Plan
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
@@ -28,6 +28,7 @@ from autopar.runtime.ranks.module import RankedModule, check_options
 from autopar.runtime.ranks.world import joined
 
 
+@with_checked_names
 def parallelize(
     model: nn.Module,
     devices: Devices = None,

@@ -9,6 +9,7 @@ around its cuts: atoms added with all their ancestors, or removed with all their
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,8 @@ from autopar.planner.inter_op.orders import by_number, depth_first, shuffled
 from autopar.planner.inter_op.stage_bytes import Value
 
 _CUTS_PER_ORDER = 200  # one more order for each of these in the limit
+_ALIKE = 1e-9  # share by which bytes, or how even pieces are, may differ by rounding
+_MORE = 1.1  # cuts at the same places of each layer may be this many times as many as asked for
 
 Mask = int  # a set of atoms, bit a for atom a
 
@@ -178,7 +181,12 @@ def _weighted_orders(graph: AtomGraph) -> list[list[int]]:
 
 
 def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask]:
-    """For each of `number` stretches of equal weight along an order, the prefix where fewest bytes cross."""
+    """About `number` prefixes of an order where few bytes cross.
+
+    Of each of `number` stretches of equal weight, those where the fewest bytes cross. If these are more than `number`,
+    as in a chain of equal layers, which have such a place before and after attention: first every n-th of them, for
+    that n that makes the pieces most equal, so that each layer is cut at the same places; then others.
+    """
     place = np.empty(graph.n, dtype=int)
     place[list(order)] = np.arange(graph.n)
     crossing = np.zeros(graph.n + 2)
@@ -192,18 +200,37 @@ def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask
     weight = np.append(0.0, np.cumsum(graph.weight[list(order)]))
     total = weight[-1] or 1.0
     stretch = np.minimum((weight * number / total).astype(int), number - 1)
-    best: dict[int, int] = {}
-    for cut in range(1, graph.n):
-        rival = best.get(int(stretch[cut]))
-        if rival is None or crossing[cut] < crossing[rival]:
-            best[int(stretch[cut])] = cut
-    wanted = set(best.values())
+    least = np.full(number, np.inf)
+    inner = np.arange(1, graph.n)
+    np.minimum.at(least, stretch[inner], crossing[inner])
+    equal = inner[crossing[inner] <= least[stretch[inner]] * (1 + _ALIKE)]
+    wanted = set(equal.tolist())
+    if len(equal) > number:
+        regular = _most_regular(equal, weight, number)
+        first = {int(stretch[cut]): int(cut) for cut in reversed(equal)}
+        others = sorted(set(first.values()) - set(regular))
+        room = max(0, number - len(regular))
+        wanted = {*regular, *(others[i * len(others) // room] for i in range(min(room, len(others))))}
     masks, mask = [], 0
     for count, atom in enumerate(order):
         if count in wanted:
             masks.append(mask)
         mask |= 1 << atom
     return masks
+
+
+def _most_regular(places: np.ndarray, weight: np.ndarray, number: int) -> list[int]:
+    """Every n-th of `places`, at most about `number`, so that the weights between them differ least, relative."""
+    fewest = math.ceil(len(places) / (_MORE * number))
+    best, least = places, math.inf
+    for step in range(fewest, 2 * fewest):
+        for start in range(step):
+            some = places[start::step]
+            gaps = np.diff(weight[[0, *some, -1]])
+            spread = float(gaps.std() / gaps.mean()) if gaps.mean() > 0 else 0.0
+            if spread < least * (1 - _ALIKE):
+                best, least = some, spread
+    return [int(cut) for cut in best]
 
 
 def _moved(graph: AtomGraph, cut: Mask, number: int) -> list[Mask]:

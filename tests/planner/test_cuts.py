@@ -127,6 +127,28 @@ def test_the_narrow_place_of_a_line_is_among_the_first_cuts() -> None:
     assert frozenset(range(32)) in as_sets(first_cuts(graph, 8))
 
 
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    st.integers(20, 80),
+    st.lists(st.tuples(st.floats(0.2, 1.0), st.sampled_from([1.0, 1.0, 4.0])), min_size=2, max_size=6),
+    st.floats(0.0, 3.0),
+    st.floats(1.0, 1.9),
+)
+def test_all_layers_of_a_long_chain_are_cut_at_the_same_places(
+    layers: int, parts: list[tuple[float, float]], head: float, room: float
+) -> None:
+    """Each layer has parts of different weights, with wide tensors within some. Stages of equally many layers need cuts
+    at the same place of every layer."""
+    parts = [*parts, (0.5, 1.0)]  # a narrow tensor leaves the layer
+    each = [*(layers * [weight for weight, _ in parts]), head]
+    n = len(each)
+    values = tuple(Value(i, (i + 1,), parts[i % len(parts)][1], 0.0) for i in range(n - 1))
+    graph = AtomGraph(n, frozenset(itertools.pairwise(range(n))), np.array(each), values)
+    cuts = first_cuts(graph, int(2 * room * layers) + 2)
+    places = set(cuts.sum(axis=1).tolist())
+    assert any({k * len(parts) + offset for k in range(1, layers)} <= places for offset in range(len(parts)))
+
+
 def test_atoms_that_wait_for_each_other_are_reported() -> None:
     with pytest.raises(CyclicGraph, match=r"atoms \[1, 2\] depend on each other in a cycle"):
         graph_of(4, {(0, 1), (1, 2), (2, 1), (2, 3)})

@@ -206,7 +206,9 @@ def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask
     equal = inner[crossing[inner] <= least[stretch[inner]] * (1 + _ALIKE)]
     wanted = set(equal.tolist())
     if len(equal) > number:
-        regular = _most_regular(equal, weight, number)
+        around = np.minimum(least, np.minimum(np.append(least[1:], np.inf), np.append(np.inf, least[:-1])))
+        narrow = equal[crossing[equal] <= around[stretch[equal]] * (1 + _ALIKE)]  # in the next stretches, too
+        regular = _most_regular(narrow, weight, number)
         first = {int(stretch[cut]): int(cut) for cut in reversed(equal)}
         others = sorted(set(first.values()) - set(regular))
         room = max(0, number - len(regular))
@@ -222,15 +224,20 @@ def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask
 def _most_regular(places: np.ndarray, weight: np.ndarray, number: int) -> list[int]:
     """Every n-th of `places`, at most about `number`, so that the weights between them differ least, relative."""
     fewest = math.ceil(len(places) / (_MORE * number))
-    best, least = places, math.inf
+    best, least = places, (math.inf, math.inf)
     for step in range(fewest, 2 * fewest):
         for start in range(step):
             some = places[start::step]
-            gaps = np.diff(weight[[0, *some, -1]])
-            spread = float(gaps.std() / gaps.mean()) if gaps.mean() > 0 else 0.0
-            if spread < least * (1 - _ALIKE):
-                best, least = some, spread
+            unevenness = (_spread(weight[some]), _spread(weight[[0, *some, -1]]))  # the ends of the chain come second
+            if unevenness < least:
+                best, least = some, unevenness
     return [int(cut) for cut in best]
+
+
+def _spread(places: np.ndarray) -> float:
+    """Standard deviation of the gaps between `places` over their mean, without what may be due to rounding."""
+    gaps = np.diff(places)
+    return round(float(gaps.std() / gaps.mean()), 9) if gaps.size and gaps.mean() > 0 else 0.0
 
 
 def _moved(graph: AtomGraph, cut: Mask, number: int) -> list[Mask]:

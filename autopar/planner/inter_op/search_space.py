@@ -12,35 +12,29 @@ import numpy as np
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.sends import Lanes, estimated_sends
-from autopar.plan.recompute import Recompute
-from autopar.planner.inter_op.atom_times import (
-    AtomTimes,
-    Behind,
-    CoreSeconds,
-    OverlappedAtoms,
-    PassSeconds,
-    atom_times,
-)
+from autopar.planner.inter_op.atom_times import AtomTimes, CoreSeconds, atom_times
 from autopar.planner.inter_op.atoms import make_atoms, with_configurations
 from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import cuts_worth_looking_at, most_cuts
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_pools import kind_of_pool, nodes_of, pools_of
+from autopar.planner.inter_op.kind_times import accumulation_of, captured_of, cores_of, launches_of, overlapping_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
 from autopar.planner.inter_op.mesh_places import counts_exactly
 from autopar.planner.inter_op.optimizer_seconds import stepped
-from autopar.planner.inter_op.problem import Captured, DeviceKind, Launches, Overlapping, Problem, Space
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
 from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.micro_batches import largest_size
-from cost_models.collectives.overlap import Overlap
 
 FEW_DEVICES = 8  # up to this many devices, every vector of device counts is searched
 # With more devices, all meshes of a plan have one width; with more meshes, the whole pipeline is copied.
 MANY_DEVICES = MANY_MESHES = 128
 _EVERY_COUNT = 32  # up to this many samples, every number of micro-batches is searched
-_MOST_SHAPES = 60  # pairs of a mesh shape and a number of micro-batches up to which a search looks at all of them
+# Pairs of a mesh shape and a number of micro-batches up to which a search looks at all of them: for any model, and for
+# one that has few enough cuts to look at all of these, too.
+_MOST_SHAPES, _MOST_SHAPES_OF_SMALL = 60, 100
 
 _LEAST_REBUILT = 0.02  # of all saved bytes, for stages that recompute attention alone
 
@@ -75,7 +69,8 @@ class SearchSpace:
         self._space = self._space_of(cuts)
         self.counts = self._microbatch_counts()
         # Whether stages may have every mesh shape at every number of micro-batches; else only what is near the best.
-        self.all_shapes = meshes is None or sum(map(meshes.n_shapes, self.counts)) <= _MOST_SHAPES
+        most_shapes = _MOST_SHAPES_OF_SMALL if self.complete else _MOST_SHAPES
+        self.all_shapes = meshes is None or sum(map(meshes.n_shapes, self.counts)) <= most_shapes
         self.schedules = self._schedules()
         self.most_replicas = options.max_replicas or len(costs.groups)
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
@@ -105,11 +100,11 @@ class SearchSpace:
             forward=np.maximum([t.kernels.forward for t in times], 0.0),
             backward=np.maximum([t.kernels.backward for t in times], 0.0),
             weight=np.maximum([t.kernels.weight for t in times], 0.0) if split else None,
-            captured=_captured(times),
-            launches=_launches(times),
-            overlapping=_overlapping(times, costs.overlap),
+            captured=captured_of(times),
+            launches=launches_of(times),
+            overlapping=overlapping_of(times, costs.overlap),
             once=np.array([t.once for t in times]),
-            accumulation=_accumulation(times),
+            accumulation=accumulation_of(times),
             n_microbatches=m // copies,
             schedule="gpipe" if phased else schedule,
             kinds=tuple(kind.of_one_copy(copies, chunks) for kind in kinds),
@@ -273,13 +268,13 @@ class SearchSpace:
         rebuilt, saved = (sum(one.nbytes for one in of) for of in (self.atoms.cores.rebuilt, self.atoms.saved))
         if not self.costs.training or rebuilt <= _LEAST_REBUILT * saved:
             return None
-        return _by_kind([t.cores for t in times])
+        return cores_of([t.cores for t in times])
 
     def _blocks(self, times: Sequence[AtomTimes]) -> CoreSeconds[np.ndarray] | None:
         """By kind; None where the model repeats no layers that may run again."""
         if not self.costs.training or not self.atoms.layers.atoms:
             return None
-        return _by_kind([t.blocks for t in times])
+        return cores_of([t.blocks for t in times])
 
     def _times(self, kind: str, busy: int, rows: float) -> AtomTimes:
         key = (kind, 1 if self.ahead else busy, rows)
@@ -372,43 +367,3 @@ def _copies(m: int, counts: Used, width: int) -> list[int]:
     together = math.gcd(m, *counts)
     possible = [1 << n for n in range(together.bit_length()) if together % (1 << n) == 0]
     return [copies for copies in possible if FEW_DEVICES <= meshes // copies <= MANY_MESHES] or possible[-1:]
-
-
-def _by_kind(times: Sequence[CoreSeconds[np.ndarray]]) -> CoreSeconds[np.ndarray]:
-    return CoreSeconds(*(np.maximum(of, 0.0) for of in zip(*times, strict=True)))
-
-
-def _captured(times: Sequence[AtomTimes]) -> Captured | None:
-    """By kind; None where no kind runs compiled stages. Kinds whose stages are never compiled run all of them alike."""
-    modes = frozenset[Recompute]().union(*(t.left_alone for t in times))
-    if not modes:
-        return None
-    each = [t.kernels if t.captured is None else t.captured for t in times]
-    return Captured(PassSeconds(*(np.maximum(of, 0.0) for of in zip(*each, strict=True))), modes)
-
-
-def _accumulation(times: Sequence[AtomTimes]) -> np.ndarray | None:
-    """By kind; None where it is not known apart."""
-    if not any(np.any(t.accumulation) for t in times):
-        return None
-    return np.array([np.maximum(t.accumulation, np.zeros(t.once.shape)) for t in times])
-
-
-def _launches(times: Sequence[AtomTimes]) -> Launches | None:
-    """By kind; None where no kind has times of the host."""
-    if not any(t.start or any(each.any() for each in t.host) for t in times):
-        return None
-    each = PassSeconds(*map(np.array, zip(*(t.host for t in times), strict=True)))
-    return Launches(each, np.array([t.start for t in times]))
-
-
-def _overlapping(times: Sequence[AtomTimes], overlap: Overlap) -> Overlapping | None:
-    """By kind; None where no kind has collectives behind kernels."""
-    if not overlap.gradients and all(t.overlapped is None for t in times):
-        return None
-    nothing = np.zeros(times[0].once.shape)
-    none = OverlappedAtoms(PassSeconds(*[nothing] * 3), PassSeconds(*[nothing] * 3), nothing, nothing, 0.0)
-    own = [t.overlapped or none for t in times]
-    network = PassSeconds(*(np.maximum(each, 0.0) for each in zip(*(one.network for one in own), strict=True)))
-    behind = Behind(*map(np.array, ([o.gradients for o in own], [o.parameters for o in own], [o.bucket for o in own])))
-    return Overlapping(network, behind, overlap.gradients)

@@ -231,7 +231,7 @@ def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Cand
         return why_no_more(searching, chosen)
     rival = min(more, key=lambda c: c.timeline.step_time)
     free = rival.step.timeline(link_speed=float("inf"))
-    work, own = sum(rival.timeline.busy), sum(chosen.timeline.busy)
+    work, own = (sum(candidate.step.timeline().busy) for candidate in (rival, chosen))
     causes = [
         (
             work / own - 1 if own else 0.0,

@@ -49,7 +49,7 @@ def predict(
     atoms, arrangement = arranged(costs, plan, stage_of, configurations)
     step = predicted_step(costs, atoms, arrangement, conditions)
     peaks = rehearsed(costs, atoms, arrangement, conditions)
-    priced = as_plan(costs, atoms, arrangement, step, step.timeline(), conditions.optimizer, peaks)
+    priced = as_plan(costs, atoms, arrangement, step, step.one_copy().timeline(), conditions.optimizer, peaks)
     shared = shared_gpu_notes([device.name for device in costs.devices], used=plan.used_devices)
     priced = replace(
         priced, split=plan.split, notes=(*_notes_of(plan), *peaks.notes, *shared, *step.notes), model=plan.model
@@ -60,7 +60,7 @@ def predict(
     sharded_step = step_of_plan(kept, barrier=step.barrier) if len(kept.transfers) == len(priced.transfers) else None
     if sharded_step is None:
         return kept
-    timeline = sharded_step.timeline()
+    timeline = sharded_step.one_copy().timeline()
     return replace(kept, predicted_step_time=timeline.step_time, bubble=timeline.bubble)
 
 

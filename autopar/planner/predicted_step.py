@@ -10,6 +10,7 @@ search considers, or from a plan's own fields, for plans that were saved or load
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -93,6 +94,35 @@ class PredictedStep:
             memory=memory or None,
             barrier=0.0 if self.barrier else None,
             hardware=(0,) * slots if slots > 1 and self.one_worker else self.hardware,
+        )
+
+    def one_copy(self) -> PredictedStep:
+        """The first of as many equal pipelines as the step consists of, whose step takes as long and holds as much.
+
+        Micro-batch k runs on replica k mod r of each stage. So where c divides the micro-batches and the replicas of
+        every stage, those with the same k mod c meet no others. The step itself where micro-batches differ or devices
+        share hardware.
+        """
+        copies = math.gcd(self.n_microbatches, *self.replicas)
+        lengths = [
+            (s.forward, s.backward, s.weight, s.again, s.memory.activation if s.memory else ()) for s in self.stages
+        ]
+        alike = all(len(set(each)) <= 1 for of_stage in lengths for each in of_stage)
+        if copies == 1 or self.hardware or self.one_worker or not alike:
+            return self
+        m = self.n_microbatches // copies
+
+        def shorter(stage: PredictedStage) -> PredictedStage:
+            memory = stage.memory and replace(stage.memory, activation=stage.memory.activation[:m])
+            times = {name: getattr(stage, name)[:m] for name in ("forward", "backward", "weight", "again")}
+            return replace(stage, **times, memory=memory)
+
+        return replace(
+            self,
+            stages=tuple(map(shorter, self.stages)),
+            transfers=tuple(replace(t, forward=t.forward[:m], backward=t.backward[:m]) for t in self.transfers),
+            n_microbatches=m,
+            replicas=tuple(n // copies for n in self.replicas),
         )
 
     def _messages(self, number: int) -> int:

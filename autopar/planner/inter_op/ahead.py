@@ -194,7 +194,7 @@ class SearchingAhead(Searching):
         for config in sorted(found, key=lambda c: found[c].solution.objective):
             if found[config].solution.objective > self._cutoff(config, self._found):
                 continue
-            self._actions_left -= 2 * config.n_microbatches * len(found[config].solution.stages)
+            self._actions_left -= found[config].solution.n_actions(config.n_microbatches)
             if self._actions_left > 0 or not chosen:
                 chosen.append(config)
         return chosen

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
+from autopar.costs.device_group import DeviceGroup
 from autopar.planner.arrangement import Arrangement
 from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.config import Config, MeshChoices
@@ -60,7 +61,7 @@ class Candidate:
     found: PartitionResult
     arrangement: Arrangement
     step: PredictedStep
-    timeline: Timeline
+    timeline: Timeline  # of one of its equal pipelines (`PredictedStep.one_copy`)
 
     @property
     def solution(self) -> Solution:
@@ -184,7 +185,7 @@ class Searching(SearchSpace):
         chosen: dict[Config, None] = {}
         left = _ACTIONS_SIMULATED
         for config in by_objective[: self.effort.simulated]:
-            left -= 2 * config.n_microbatches * len(found[config].solution.stages)
+            left -= found[config].solution.n_actions(config.n_microbatches)
             if left < 0 and len(chosen) >= _FEWEST_SIMULATED:
                 break
             chosen[config] = None
@@ -266,12 +267,14 @@ class Searching(SearchSpace):
             recompute = tuple(s.recompute for s in found.solution.stages)
             arrangement = Arrangement(stages, groups, config.n_microbatches, schedule, recompute, names)
             step = predicted_step(self.costs, self.atoms, arrangement, self.options.conditions)
-            timeline = step.timeline()
-            if self._fits(arrangement, timeline):
+            copy = step.one_copy()
+            timeline = copy.timeline()
+            of_copy = [group for rank, n in zip(arrangement.ranks, copy.replicas, strict=True) for group in rank[:n]]
+            if self._fit(of_copy, timeline):
                 yield Candidate(replace(config, schedule=schedule), found, arrangement, step, timeline)
 
-    def _fits(self, arrangement: Arrangement, timeline: Timeline) -> bool:
-        groups = [group for rank in arrangement.ranks for group in rank]
+    def _fit(self, groups: Sequence[DeviceGroup], timeline: Timeline) -> bool:
+        """Whether what each slot holds fits its group of devices."""
         peaks = timeline.peak_memory or (0,) * len(groups)
         return all(peak <= self.memory(group) * (1 + 1e-9) for group, peak in zip(groups, peaks, strict=True))
 

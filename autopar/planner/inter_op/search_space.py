@@ -200,7 +200,8 @@ class SearchSpace:
             return
         for width in self.widths(m):
             for copies in _copies(m, counts, width):
-                yield replace(whole, most_width=width, least_width=width, copies=copies)
+                alike = replace(whole, most_width=width, least_width=width, copies=copies)
+                yield from (alike, replace(alike, most_replicas=copies))
 
     def limited(self, config: Config) -> Iterator[Config]:
         """`config` with each limit that a user could set: fewer devices, smaller meshes, fewer replicas."""

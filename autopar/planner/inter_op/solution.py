@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 
@@ -29,6 +30,11 @@ class Solution:
     @property
     def n_devices(self) -> int:
         return sum(self.used)
+
+    def n_actions(self, n_microbatches: int) -> int:
+        """Forwards and backwards to simulate: those of one of the equal pipelines (`PredictedStep.one_copy`)."""
+        copies = math.gcd(n_microbatches, *(stage.replicas for stage in self.stages))
+        return 2 * n_microbatches // copies * len(self.stages)
 
     def copied(self, copies: int) -> Solution:
         """That many copies of the whole pipeline."""

@@ -37,12 +37,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from autopar.plan.file_format import earlier, reading
 from autopar.plan.file_format.fields import plain, read_fields
 from autopar.plan.file_format.json_text import json_text
-from autopar.plan.file_format.layered import flattened, layered
+from autopar.plan.file_format.writing import layered
 
-FORMAT, ADDITION = 5, 0
-_LONGER = (4, 3)  # formats that are read as the present one
+FORMAT, ADDITION = 6, 0
+_EARLIER = (5, 4, 3)  # formats with layers
 _FLAT = 2  # the format without layers
 _CHECKSUM_DIGITS = 16
 _MOST_DIGITS = 30  # of a whole number: longer ones are no quantity, and too large for a float
@@ -95,7 +96,9 @@ def read(text: str, kind: Any) -> Reading:
     version, addition = _version(data.pop("autopar_plan", None) if isinstance(data, dict) else None)
     recorded = data.pop("checksum", None)
     if version == FORMAT:
-        data = flattened(data, problems)
+        data = reading.flattened(data, problems)
+    elif version in _EARLIER:
+        data = earlier.flattened(data, problems)
     values = read_fields(kind, data, "", problems)
     unknown = [problem for problem in problems if problem.endswith(" is unknown")] if addition > ADDITION else []
     problems = [problem for problem in problems if problem not in unknown]
@@ -124,8 +127,8 @@ def _version(found: Any) -> tuple[int, int]:
     if found == _FLAT and type(found) is int:
         return _FLAT, 0
     match = _VERSION.fullmatch(found) if isinstance(found, str) else None
-    if match is not None and int(match[1]) in (FORMAT, *_LONGER):
-        return FORMAT, int(match[2])
+    if match is not None and int(match[1]) in (FORMAT, *_EARLIER):
+        return int(match[1]), int(match[2])
     later = " a later autopar wrote this file;" if match is not None and int(match[1]) > FORMAT else ""
     raise ValueError(
         f"'autopar_plan' must be the version of the format, '{FORMAT}.{ADDITION}' or {_FLAT}, got {found!r};{later} "

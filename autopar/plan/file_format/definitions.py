@@ -1,0 +1,124 @@
+"""What a layer of a sharded stage has, by the names of its operators: the definitions under "layers" of a plan file.
+
+"layers": {"model.layers": {"strategies": {"A": {"@.mlp.gate,up: linear": "S0 R -> S0", "@: add": "S0 S0 -> S0"}}}}
+
+`@` is the layer. A definition holds for the operators of a layer that a stage has: where a stage ends inside of a layer,
+both stages have the layer "as A". A parameter belongs to the stage that has the last operator of its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from autopar.plan.file_format.folding import Layer, absolute, layer_of, relative
+from autopar.plan.file_format.names import LINE, OPERATORS, PARAMETERS, Known, joined, named, split
+from autopar.plan.file_format.tables import Entry, Table, Value
+
+Values = dict[str, Value]  # of a table, by key; None: nothing, although a definition says something
+
+
+class Part(NamedTuple):
+    """What a stage has of a layer, by names with `@`."""
+
+    layer: Layer
+    known: Known  # its operators
+    owners: Set[str]  # modules whose parameters are the stage's
+
+    @classmethod
+    def of(cls, layer: Layer, operators: Iterable[str], last: Mapping[str, str]) -> Part:
+        """`last`: the last operator of every module of the plan."""
+        mine = list(operators)
+        modules = dict.fromkeys(split(key, OPERATORS)[0] for key in mine)
+        here = set(mine)
+        owners = {relative(module, layer) for module in modules if last[module] in here}
+        return cls(layer, Known.of((relative(key, layer) for key in mine), OPERATORS), owners)
+
+
+def last_operators(stages: Iterable[Iterable[str]]) -> dict[str, str]:
+    """By module, its last operator in the plan."""
+    return {split(key, OPERATORS)[0]: key for operators in stages for key in operators}
+
+
+def by_layer(operators: Iterable[str], level: int) -> dict[Layer, list[str]]:
+    """`level` counts layers in layers from outside."""
+    found: dict[Layer, list[str]] = {}
+    for key in operators:
+        layer = layer_of(key, level)
+        if layer is not None:
+            found.setdefault(layer, []).append(key)
+    return found
+
+
+def applied(
+    table: Table, entries: Iterable[Entry], known: Known, owners: Set[str] | None = None
+) -> tuple[Values, list[tuple[str, str, bool]]]:
+    """What entries say of known operators, or of the parameters of modules `owners` (None: of any), and for every
+    (line, name) whether it named something."""
+    found: Values = {}
+    hits: list[tuple[str, str, bool]] = []
+    for line, value in entries:
+        if table.separator == PARAMETERS:
+            keys = [key for key in parameters_in(line) if owners is None or split(key, PARAMETERS)[0] in owners]
+        else:
+            keys, missing = named(line, known)
+            hits += [(line, name, False) for name in missing]
+            hits += [(line, name, True) for key in keys for name in (key, key.rpartition("#")[0])]
+        for key in keys:
+            before = found.get(key)
+            found[key] = before + value if table.adds and before is not None and value is not None else value
+    return found, hits
+
+
+def parameters_in(line: str) -> list[str]:
+    match = LINE.fullmatch(line)
+    if match is None:
+        return [line]
+    parent, dot, last = match[1].rpartition(".")
+    modules = [f"{parent}{dot}{module}" for module in last.split(",")]
+    return [joined(module, name, PARAMETERS) for module in modules for name in match[2].split(" ")]
+
+
+def differences(table: Table, values: Values, entries: Sequence[Entry], part: Part) -> Values:
+    """What a stage says besides a definition, so that the values of a part are these."""
+    said, _ = applied(table, entries, part.known, part.owners)
+    keys = {**said, **values}
+    return {key: values.get(key) for key in keys if repr(said.get(key)) != repr(values.get(key))}
+
+
+# -- tensors of rows --------------------------------------------------------------------------------------------------
+
+
+def in_layer(table: Table, values: Mapping[str, Value], layer: Layer) -> Values:
+    """Keys and tensors with `@`."""
+    return {relative(key, layer): _each_tensor(table, value, lambda t: relative(t, layer)) for key, value in values.items()}
+
+
+def out_of_layer(table: Table, values: Mapping[str, Value], layer: Layer) -> Values:
+    return {absolute(key, layer): _each_tensor(table, value, lambda t: absolute(t, layer)) for key, value in values.items()}
+
+
+def in_modules(table: Table, values: Mapping[str, Value]) -> Values:
+    """`.weight` for a tensor of the operator's own module."""
+    found = {}
+    for key, value in values.items():
+        module = split(key, OPERATORS)[0]
+        found[key] = _each_tensor(
+            table, value, lambda t, m=module: t.removeprefix(m) if m and t.startswith(f"{m}.") else t
+        )
+    return found
+
+
+def out_of_modules(table: Table, values: Mapping[str, Value]) -> Values:
+    found = {}
+    for key, value in values.items():
+        module = split(key, OPERATORS)[0]
+        found[key] = _each_tensor(table, value, lambda t, m=module: f"{m}{t}" if t.startswith(".") else t)
+    return found
+
+
+def _each_tensor(table: Table, value: Value, change: Any) -> Value:
+    """Rows of redistributions and exchanges begin with a tensor."""
+    if not table.adds or value is None:
+        return value
+    return tuple((change(tensor), *rest) for tensor, *rest in value)

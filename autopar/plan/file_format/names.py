@@ -1,0 +1,104 @@
+"""Lines of a plan file that name several operators or parameters of equal modules.
+
+line                                        names
+"mlp.gate,up: linear#0"                     mlp.gate/linear#0, mlp.up/linear#0: modules beside each other
+"mlp: mul add#1"                            every mul of mlp, whatever its number, and mlp/add#1
+"mlp/add#1"                                 the operator's key, as well
+"mlp.gate,up: weight bias"                  of parameters: mlp.gate.weight, mlp.gate.bias, mlp.up.weight, ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+LINE = re.compile(r"([^:\s]*): (\S+(?: \S+)*)")
+_PATH = re.compile(r"[^:\s,]*")  # of a module that a line can name
+_NAME = re.compile(r"[^:\s]+")
+OPERATORS, PARAMETERS = "/", "."  # between a module's path and the name
+
+
+class Known(NamedTuple):
+    """The operators or the parameters that lines may name."""
+
+    separator: str
+    names: Mapping[str, Sequence[str]]  # by module
+    keys: frozenset[str]
+
+    @classmethod
+    def of(cls, keys: Iterable[str], separator: str) -> Known:
+        listed = list(keys)
+        names: dict[str, list[str]] = defaultdict(list)
+        for key in listed:
+            module, name = split(key, separator)
+            names[module].append(name)
+        return cls(separator, names, frozenset(listed))
+
+
+def split(key: str, separator: str) -> tuple[str, str]:
+    """(module, name)"""
+    module, _, name = key.rpartition(separator)
+    return module, name
+
+
+def joined(module: str, name: str, separator: str) -> str:
+    """A parameter of the model itself has no module."""
+    return f"{module}{separator}{name}" if module or separator == OPERATORS else name
+
+
+def lines_for(chosen: Iterable[str], known: Known) -> list[str]:
+    """Lines that name exactly these of the known keys."""
+    by_module: dict[str, list[str]] = defaultdict(list)
+    lines: list[str] = []
+    for key in chosen:
+        module, name = split(key, known.separator)
+        if _PATH.fullmatch(module) and _NAME.fullmatch(name) and joined(module, name, known.separator) == key:
+            by_module[module].append(name)
+        else:
+            lines.append(key)
+    beside: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for module, names in by_module.items():
+        parent, dot, last = module.rpartition(".")
+        short = tuple(_short(names, known.names[module])) if known.separator == OPERATORS else tuple(names)
+        beside[f"{parent}{dot}", short].append(last)
+    return [*lines, *(f"{parent}{','.join(modules)}: {' '.join(names)}" for (parent, names), modules in beside.items())]
+
+
+def _short(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """`mul` for all operators mul#0, mul#1 ... of a module, unless some are left."""
+    left = {_kind(name) for name in set(all_names).difference(names)}
+    return list(dict.fromkeys(name if _kind(name) in left or not _kind(name) else _kind(name) for name in names))
+
+
+def _kind(name: str) -> str:
+    return name.rpartition("#")[0]
+
+
+class Named(NamedTuple):
+    """What a line names."""
+
+    keys: list[str]
+    missing: list[str]  # keys, as the line says them, that nothing known has
+
+
+def named(line: str, known: Known) -> Named:
+    """A name without a number stands for every operator of that name."""
+    if line in known.keys:
+        return Named([line], [])
+    match = LINE.fullmatch(line)
+    if match is None:
+        return Named([], [line])
+    parent, dot, last = match[1].rpartition(".")
+    found: dict[str, None] = {}
+    missing = []
+    for beside in last.split(","):
+        module = f"{parent}{dot}{beside}"
+        names = known.names.get(module, ())
+        for name in match[2].split(" "):
+            mine = [name] if name in names else [one for one in names if _kind(one) == name]
+            if not mine:
+                missing.append(joined(module, name, known.separator))
+            found |= dict.fromkeys(joined(module, one, known.separator) for one in mine)
+    return Named(list(found), missing)

@@ -1,0 +1,239 @@
+"""The tables of a sharding: what each operator, or each parameter, of a stage has, and how a plan file writes it.
+
+table             of an operator or parameter            in a file
+strategies        placements                             {"mlp.up: linear": "S0 R -> S0"}
+parameters        placements                             {"mlp.gate,up: weight": "S0"}
+redistributions   (tensor, shared steps, own steps) ..   [["norm/mul#0", "", "S0 > R", "mlp.gate,up: linear"], ...]
+exchanges         (tensor, numbers of collectives) ..    [["mlp.up: linear", "norm/mul#0", 1, ".weight", 2, 3]]
+repeated          seconds                                [[1e-6, "mlp: mul#0", "norm: add"]]
+
+Lines are those of `names.py`. A tensor `.weight` is that of the operator's module, and of redistributions "" stands for
+where the readers' own steps begin. Operators with equal rows have one; a reader puts rows in the order of the stage's
+operators. Of an operator that has nothing although its layer's definition says so: null, or a row without values.
+A table whose rows are in another order, or of operators that the stage does not have, is {"rows": [...]}, with all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from autopar.plan.file_format.names import OPERATORS, PARAMETERS, Known, lines_for
+
+Value = Any  # what a table has of a key: texts and numbers, in tuples; hashable
+Pairs = list[tuple[str, Value]]
+ROWS = "rows"
+_NUMBER = (int, float)
+
+
+class Entry(NamedTuple):
+    """Of a table in a file: what the keys that a line names have; `value` None: nothing."""
+
+    line: str
+    value: Value
+
+
+class Wrong(NamedTuple):
+    """What cannot be read; `text` follows the table's place."""
+
+    text: str
+
+
+class Table(NamedTuple):
+    """How a table is written."""
+
+    name: str
+    separator: str
+    pairs: Callable[[Any], Pairs]  # of its value in format 2
+    flat: Callable[[Pairs], Any]  # ... and back
+    write: Callable[[Sequence[tuple[list[str], Value]]], Any]  # lines and what their keys have, as JSON
+    read: Callable[[Any], Iterator[Entry | Wrong]]
+    adds: bool  # entries of one key add up; otherwise the last one counts
+    is_object: bool  # in JSON: otherwise a list
+
+
+def compact(table: Table, values: Mapping[str, Value], known: Known) -> Any:
+    """A table as JSON: each value once, with lines for the keys that have it."""
+    keys: dict[Value, list[str]] = defaultdict(list)
+    for key, value in values.items():
+        keys[_kind_of(value)].append(key)
+    return table.write([(lines_for(mine, known), value[1]) for value, mine in keys.items()])
+
+
+def _kind_of(value: Value) -> tuple[str, Value]:
+    """1 and 1.0 are equal, but are not written alike."""
+    return repr(value), value
+
+
+# -- texts by name ----------------------------------------------------------------------------------------------------
+
+
+def _write_texts(groups: Sequence[tuple[list[str], Value]]) -> dict[str, Any]:
+    return {line: text for lines, text in groups for line in lines}
+
+
+def _read_texts(value: Any) -> Iterator[Entry | Wrong]:
+    if not isinstance(value, dict):
+        yield Wrong(f" must be an object from names to placements, got {value!r}")
+        return
+    for line, text in value.items():
+        if text is None or isinstance(text, str):
+            yield Entry(line, text)
+        else:
+            yield Wrong(f" must be an object from names to placements such as 'S0R', got {text!r} of '{line}'")
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _rows(what: str, value: Any, fewest: int) -> Iterator[list[Any] | Wrong]:
+    """Rows of a list. `what`: the values of one, for errors."""
+    if not isinstance(value, list):
+        yield Wrong(f" must be a list, got {value!r}")
+        return
+    for index, row in enumerate(value):
+        if not isinstance(row, list) or not row or 1 < len(row) < fewest:
+            yield Wrong(f"[{index}] must be [{what}], got {row!r}")
+        else:
+            yield row
+
+
+def _wrong(value: Any, row: Any, cell: Any) -> Wrong:
+    index = next(index for index, other in enumerate(value) if other is row)
+    return Wrong(f"[{index}] has a value of a wrong type, {cell!r}, in {row!r}")
+
+
+def _redistribution_pairs(rows: Any) -> Pairs:
+    runs = itertools.groupby(rows, key=lambda row: row[1])
+    return [(reader, tuple((tensor, shared, own) for tensor, _, shared, own in run)) for reader, run in runs]
+
+
+def _flat_redistributions(pairs: Pairs) -> list[list[str]]:
+    return [[tensor, reader, shared, own] for reader, value in pairs for tensor, shared, own in value]
+
+
+def _write_redistributions(groups: Sequence[tuple[list[str], Value]]) -> list[list[str]]:
+    found = []
+    for lines, value in groups:
+        if value is None:
+            found += [[line] for line in lines]
+        else:
+            found += [[tensor, "" if shared == begin(own) else shared, own, *lines] for tensor, shared, own in value]
+    return found
+
+
+def begin(passage: str) -> str:
+    """Where steps begin and, if the gradient takes some, where those end: `S0, back S0` of `S0 > R, back P > S0`."""
+    forward, back, backward = passage.partition(", back ")
+    return f"{forward.partition(' > ')[0]}{back}{backward.rpartition(' > ')[2]}"
+
+
+def _read_redistributions(value: Any) -> Iterator[Entry | Wrong]:
+    for row in _rows("tensor, shared steps, own steps, readers ..", value, 4):
+        if isinstance(row, Wrong):
+            yield row
+            continue
+        wrong = [cell for cell in row if not isinstance(cell, str)]
+        if wrong:
+            yield _wrong(value, row, wrong[0])
+        elif len(row) == 1:
+            yield Entry(row[0], None)
+        else:
+            tensor, shared, own, *lines = row
+            yield from (Entry(line, ((tensor, shared or begin(own), own),)) for line in lines)
+
+
+def _exchange_pairs(rows: Any) -> Pairs:
+    runs = itertools.groupby(rows, key=lambda row: row[0])
+    return [(operator, tuple(tuple(row[1:]) for row in run)) for operator, run in runs]
+
+
+def _flat_exchanges(pairs: Pairs) -> list[list[Any]]:
+    return [[operator, *cells] for operator, value in pairs for cells in value]
+
+
+def _write_exchanges(groups: Sequence[tuple[list[str], Value]]) -> list[list[Any]]:
+    return [[line, *itertools.chain(*(value or ()))] for lines, value in groups for line in lines]
+
+
+def _read_exchanges(value: Any) -> Iterator[Entry | Wrong]:
+    for row in _rows("operators, tensor, numbers ..", value, 3):
+        if isinstance(row, Wrong):
+            yield row
+            continue
+        line, *cells = row
+        wrong = [cell for cell in cells if type(cell) not in (int, str)]
+        wrong += [cell for cell in (line, *cells[:1]) if not isinstance(cell, str)]
+        if wrong:
+            yield _wrong(value, row, wrong[0])
+            continue
+        starts = [index for index, cell in enumerate(cells) if isinstance(cell, str)]
+        yield Entry(line, tuple(tuple(cells[a:b]) for a, b in itertools.pairwise([*starts, len(cells)])) or None)
+
+
+def _write_repeated(groups: Sequence[tuple[list[str], Value]]) -> list[list[Any]]:
+    return [[seconds, *lines] for lines, seconds in groups]
+
+
+def _read_repeated(value: Any) -> Iterator[Entry | Wrong]:
+    for row in _rows("seconds, operators ..", value, 2):
+        if isinstance(row, Wrong):
+            yield row
+            continue
+        seconds, *lines = row
+        wrong = [seconds] if seconds is not None and type(seconds) not in _NUMBER else []
+        wrong += [line for line in lines if not isinstance(line, str)]
+        if wrong:
+            yield _wrong(value, row, wrong[0])
+        else:
+            yield from (Entry(line, seconds) for line in lines)
+
+
+STRATEGIES = "strategies"
+PARAMETER_TABLE = "parameters"
+EXCHANGES = "exchanges"
+
+_TEXTS: dict[str, Any] = {
+    "pairs": lambda value: list(value.items()),
+    "flat": dict,
+    "write": _write_texts,
+    "read": _read_texts,
+    "adds": False,
+    "is_object": True,
+}
+TABLES = (
+    Table(STRATEGIES, OPERATORS, **_TEXTS),
+    Table(PARAMETER_TABLE, PARAMETERS, **_TEXTS),
+    Table(
+        "redistributions",
+        OPERATORS,
+        _redistribution_pairs,
+        _flat_redistributions,
+        _write_redistributions,
+        _read_redistributions,
+        adds=True,
+        is_object=False,
+    ),
+    Table(
+        EXCHANGES,
+        OPERATORS,
+        _exchange_pairs,
+        _flat_exchanges,
+        _write_exchanges,
+        _read_exchanges,
+        adds=True,
+        is_object=False,
+    ),
+    Table(
+        "repeated",
+        OPERATORS,
+        lambda value: [(one["operator"], one["seconds"]) for one in value],
+        lambda pairs: [{"operator": operator, "seconds": seconds} for operator, seconds in pairs],
+        _write_repeated,
+        _read_repeated,
+        adds=False,
+        is_object=False,
+    ),
+)

@@ -1,12 +1,12 @@
 """The collectives of a plan file: each is written once, and named by its number wherever it happens.
 
-"collectives": [["all_reduce", "tensor", 262144, 7.1e-06, "backward"], ...]     bytes and seconds of each
-"exchanges": [["layers.3.mlp.up/linear#0", "layers.3.norm/mul#1", 0], ...]      operator, tensor, numbers
+"collectives": {"0-1": ["all_reduce", "tensor", "backward", 262144, 7.1e-06, 8192, 1.4e-08]}     bytes and seconds of each
+"exchanges": [["layers.3.mlp.up: linear", "layers.3.norm/mul#1", 0], ...]                        operators, tensor, numbers
 
 Collectives of equal bytes and seconds that always follow one another have one number: the gradients of a parameter are
-reduced, and then its parts gathered.
+reduced, and then its parts gathered. Formats 3 to 5 have a list with a row for each.
 
-["reduce_scatter", "data", 8192, 1.4e-08, "backward once", "all_gather", "once"]
+"2": ["reduce_scatter", "data", "backward once", "all_gather", "once", 8192, 1.4e-08]
 """
 
 from __future__ import annotations
@@ -39,6 +39,47 @@ class Collectives:
                     f"collectives[{index}] must be [{', '.join(_NAMES)}, flags, collective, flags ..], got {row!r}"
                 )
             found.table.append(row if well_formed else ["", "", 0, 0.0, ""])
+        return found
+
+    @classmethod
+    def read_groups(cls, groups: Any, problems: list[str]) -> Collectives:
+        """The same of format 6."""
+        found = cls()
+        if not isinstance(groups, dict):
+            problems.append(f"collectives must be an object from numbers such as '0-3' to collectives, got {groups!r}")
+            return found
+        for name, row in groups.items():
+            texts = list(itertools.takewhile(lambda cell: isinstance(cell, str), row)) if isinstance(row, list) else []
+            values = row[len(texts) :] if isinstance(row, list) else []
+            first, n = len(found.table), len(values) // 2
+            if len(texts) < 3 or not len(texts) % 2 or not values or len(values) % 2:
+                problems.append(
+                    f"collectives['{name}'] must be [collective, axis, flags, collective, flags .., nbytes, seconds, "
+                    f"nbytes, seconds ..], got {row!r}"
+                )
+                continue
+            kind, axis, *flags = texts
+            found.table += ([kind, axis, *values[i : i + 2], *flags] for i in range(0, len(values), 2))
+            if name != _numbers(first, n):
+                problems.append(
+                    f"collectives['{name}'] has {n} collectives, which are '{_numbers(first, n)}', as others before it "
+                    f"are those before {first}"
+                )
+        return found
+
+    def groups(self, lists: Sequence[list[list[Any]]]) -> dict[str, list[Any]]:
+        """The table, with collectives of one kind together; they are renumbered, in all `lists` of rows."""
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for number, row in enumerate(self.table):
+            alike[tuple(row[:2] + row[4:])].append(number)
+        found: dict[str, list[Any]] = {}
+        renumbered: dict[int, int] = {}
+        for kind, numbers in alike.items():
+            values = itertools.chain.from_iterable(self.table[number][2:4] for number in numbers)
+            found[_numbers(len(renumbered), len(numbers))] = [*kind, *values]
+            renumbered |= {number: len(renumbered) + place for place, number in enumerate(numbers)}
+        for row in itertools.chain(*lists):
+            row[2:] = [renumbered[number] for number in row[2:]]
         return found
 
     def rows(self, exchanges: Sequence[dict[str, Any]]) -> list[list[Any]]:
@@ -103,3 +144,8 @@ class Collectives:
             self._numbers[row] = len(self.table)
             self.table.append(list(row))
         return self._numbers[row]
+
+
+def _numbers(first: int, n: int) -> str:
+    """`0-3`"""
+    return f"{first}-{first + n - 1}" if n > 1 else str(first)

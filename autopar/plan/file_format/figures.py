@@ -3,18 +3,22 @@
 "every_stage": {"transient_bytes": 69206016}                    of every stage that does not say otherwise
 "figures": {"fields": ["forward_time", "backward_time"],        of the stages with "figures": "A" and "figures": "B"
             "A": [0.00066, 0.0015], "B": [0.00096, 0.0022]}
+
+Left out where they follow from others: bytes of gradients that are those of parameters, bytes of the optimizer's step
+that are half of its state, and the peak memory of a device that an earlier stage says; null where there are none.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.hints.module_paths import near
 from autopar.plan.file_format.folding import definition_name
 
 EVERY, FIGURES, _FIELDS = "every_stage", "figures", "fields"
+_PEAK = "peak_memory"
 _WORTH = 250  # characters that a table saves, or numbers stand with their stages
 _ROW, _USE, _TABLE = 10, 16, 30  # characters, about, of a row, of naming it, and of the rest of the table
 _Cell = tuple[type, Any] | None  # 1 and 1.0 are equal, but are not written alike
@@ -25,7 +29,10 @@ _Cell = tuple[type, Any] | None  # 1 and 1.0 are equal, but are not written alik
 
 def take_figures(stages: list[dict[str, Any]]) -> dict[str, Any]:
     """"every_stage" and "figures", if any; these numbers are taken out of the stages."""
-    names = list(dict.fromkeys(name for stage in stages for name, value in stage.items() if type(value) in (int, float)))
+    _leave_out(stages)
+    numbers = (name for stage in stages for name, value in stage.items() if type(value) in (int, float))
+    said_none = {name for stage in stages for name, value in stage.items() if value is None}
+    names = [name for name in dict.fromkeys(numbers) if name not in said_none]
     columns = {name: [_cell(stage.get(name)) for stage in stages] for name in names}
     usual = {name: found for name in names if (found := _usual(columns[name])) is not None}
     apart = {
@@ -44,6 +51,35 @@ def take_figures(stages: list[dict[str, Any]]) -> dict[str, Any]:
     if chosen:
         found[FIGURES] = _table(stages, chosen, columns)
     return found
+
+
+def _leave_out(stages: list[dict[str, Any]]) -> None:
+    """Without what `_complete` restores."""
+    for stage, follows in zip(stages, list(_following(stages)), strict=True):
+        for name, value in follows.items():
+            if name not in stage:
+                stage[name] = None
+            elif _cell(stage[name]) == _cell(value):
+                del stage[name]
+
+
+def _following(stages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """For every stage, numbers that follow from others."""
+    peaks: dict[str, Any] = {}  # of devices
+    for stage in stages:
+        found = {}
+        if _cell(stage.get("parameter_bytes")) is not None:
+            found["gradient_bytes"] = stage["parameter_bytes"]
+        state = stage.get("optimizer_bytes")
+        if type(state) is int and state % 2 == 0:
+            found["step_bytes"] = state // 2
+        devices = repr(stage.get("devices"))
+        if devices in peaks:
+            found[_PEAK] = peaks[devices]
+        peak = stage.get(_PEAK, found.get(_PEAK))
+        if _cell(peak) is not None:
+            peaks[devices] = peak
+        yield found
 
 
 def _cell(value: Any) -> _Cell:
@@ -123,6 +159,9 @@ def with_figures(data: dict[str, Any], problems: list[str]) -> None:
                 problems.append(f"stages[{number}].{FIGURES} must name a row of '{FIGURES}', got {name!r}{near(str(name), rows)}")
             stage = {**every, **(rows.get(name, {}) if isinstance(name, str) else {}), **stage}
         stages.append(stage)
+    known = [stage for stage in stages if isinstance(stage, dict)]
+    for stage, follows in zip(known, _following(known), strict=True):
+        stage.update({name: value for name, value in follows.items() if name not in stage})
     data["stages"] = stages
 
 

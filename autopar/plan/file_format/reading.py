@@ -39,7 +39,7 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """As far as it can be read; what cannot goes into `problems`."""
     data = dict(data)
     layers = _Layers(data.pop(_LAYERS, {}), problems)
-    collectives = Collectives.read(data.pop(_COLLECTIVES, []), problems)
+    collectives = Collectives.read_groups(data.pop(_COLLECTIVES, {}), problems)
     with_figures(data, problems)
     if "devices" in data:
         data["devices"] = each_device(data["devices"])

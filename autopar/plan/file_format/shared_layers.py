@@ -7,7 +7,7 @@ and says besides what differs, by operator.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from autopar.plan.file_format.names import OPERATORS, Known, joined
 from autopar.plan.file_format.tables import TABLES, Entry, compact
 
 OF = "those of "  # another definition of the table
+_MOST_COMPARED = 16  # kinds of layers, of which definitions are chosen
 Tables = dict[str, Values]  # by the name of a table
 
 
@@ -70,7 +71,7 @@ def fold_shardings(stages: Sequence[Sharded], plan: Sequence[Sequence[str]]) -> 
             {layer: _piece(stage, layer, keys, level, last) for layer, keys in by_layer(mine, level).items()}
             for stage, mine in zip(stages, left, strict=True)
         ]
-        _define(pieces, found, last)
+        _define(pieces, found)
         for index, mine in enumerate(pieces):
             for layer, piece in mine.items():
                 _fold(stages[index], layer, piece, found.get(layer.parent, {}))
@@ -92,29 +93,44 @@ def _piece(stage: Sharded, layer: Layer, keys: Sequence[str], level: int, last: 
     return _Piece(Part.of(layer, keys, last), mine)
 
 
-def _define(
-    pieces: Sequence[Mapping[Layer, _Piece]], found: dict[str, dict[str, _Definition]], last: Mapping[str, str]
-) -> None:
-    """Add definitions of the layers of `pieces`, the commonest first: most layers are "as A"."""
+def _define(pieces: Sequence[Mapping[Layer, _Piece]], found: dict[str, dict[str, _Definition]]) -> None:
+    """Add those definitions of the layers of `pieces` that make the file shortest, the one that saves most first."""
     held: dict[Layer, list[_Piece]] = defaultdict(list)
     for mine in pieces:
         for layer, piece in mine.items():
             held[layer].append(piece)
-    alike: dict[tuple[Any, ...], list[Layer]] = defaultdict(list)
-    for layer, mine in held.items():
-        alike[layer.parent, len(mine), tuple(piece.content for piece in mine)].append(layer)
-    # Of layers that stages share, many have a part of one definition and a part of another one.
-    for (parent, n, _), layers in sorted(alike.items(), key=lambda one: (one[0][1] > 1, -len(one[1]))):
-        if len(layers) < 2:
-            continue
-        mine = held[layers[0]]
+    for parent in dict.fromkeys(layer.parent for layer in held):
+        counted = Counter(piece.content for layer, mine in held.items() if layer.parent == parent for piece in mine)
+        alike = {piece.content: piece for layer, mine in held.items() if layer.parent == parent for piece in mine}
+        whole: Counter[tuple[Any, ...]] = Counter()
+        models: dict[tuple[Any, ...], _Piece] = {}
+        for layer, mine in held.items():
+            if layer.parent == parent:
+                content = tuple(piece.content for piece in mine)
+                whole[content] += 1
+                models.setdefault(content, mine[0] if len(mine) == 1 else _whole(mine))
+        offers = [_definition(models[content]) for content, _ in whole.most_common(_MOST_COMPARED)]
+        offers = [one for one in offers if one.tables]
         known = found[parent]
-        otherwise = sum(min(_cost(piece, one) for one in (None, *known.values())) for piece in mine)
-        new = _definition(mine[0] if n == 1 else _whole(mine))
-        shared = {name for one in known.values() for name, value in one.tables.items() if new.tables.get(name) == value}
-        price = sum(_length(value) for name, value in new.tables.items() if name not in shared)
-        if new.tables and otherwise * len(layers) > price:
-            known[definition_name(len(known))] = new
+        least = {c: min(_cost(piece, one) for one in (None, *known.values())) for c, piece in alike.items()}
+        costs = [{c: _cost(piece, one) for c, piece in alike.items()} for one in offers]
+        while offers:
+            saved = [
+                sum(n * max(0, least[c] - cost[c]) for c, n in counted.items()) - _price(one, known)
+                for one, cost in zip(offers, costs, strict=True)
+            ]
+            best = max(range(len(offers)), key=lambda index: saved[index])
+            if saved[best] <= 0:
+                break
+            known[definition_name(len(known))] = offers.pop(best)
+            cost = costs.pop(best)
+            least = {c: min(one, cost[c]) for c, one in least.items()}
+
+
+def _price(new: _Definition, known: Mapping[str, _Definition]) -> int:
+    """Characters, about, of tables that no definition has yet."""
+    shared = {name for one in known.values() for name, value in one.tables.items() if new.tables.get(name) == value}
+    return sum(_length(value) for name, value in new.tables.items() if name not in shared)
 
 
 def _whole(pieces: Sequence[_Piece]) -> _Piece:

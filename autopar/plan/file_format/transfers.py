@@ -1,8 +1,8 @@
 """What stages send each other, in a plan file: equal transfers are one entry.
 
-[{"source": "0-2 4", "target": "1-3 5", "forward_bytes": 8388608, "seconds": 4.9e-05}]
+[{"source": "0-2 4", "forward_bytes": 8388608, "seconds": 4.9e-05}, {"source": 0, "target": 2, ...}]
 
-The bytes of gradients are left out where they are those of values.
+The target is left out where it is the next stage, and the bytes of gradients where they are those of values.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def short_transfers(transfers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     rest: dict[str, dict[str, Any]] = {}
     for number, one in enumerate(transfers):
         short = _without_defaults(one)
-        key = repr(short) if in_order else str(number)
+        key = repr((one["target"] - one["source"] == 1, short)) if in_order else str(number)
         rest[key] = short
         runs.setdefault(key, []).append(_ends(one))
-    return [dict(zip(_ENDS, _texts(runs[key]), strict=True)) | short for key, short in rest.items()]
+    return [_texts(runs[key]) | short for key, short in rest.items()]
 
 
 def _ends(transfer: dict[str, Any]) -> tuple[int, int]:
@@ -45,23 +45,27 @@ def _without_defaults(transfer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in transfer.items() if name not in left_out}
 
 
-def _texts(ends: Sequence[tuple[int, int]]) -> tuple[Any, Any]:
-    """"0-2 4" and "1-3 5" """
+def _texts(ends: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """`{"source": "0-2 4"}`, and a target unless it is the next stage."""
     if len(ends) == 1:
-        return ends[0]
-    runs: list[list[tuple[int, int]]] = []
-    for source, target in ends:
-        if runs and runs[-1][-1] == (source - 1, target - 1):
-            runs[-1].append((source, target))
-        else:
-            runs.append([(source, target)])
-    sides = ([(run[0][side], run[-1][side]) for run in runs] for side in range(2))
-    source, target = (" ".join(f"{a}-{b}" if b > a else str(a) for a, b in side) for side in sides)
-    return source, target
+        texts: tuple[Any, Any] = ends[0]
+    else:
+        runs: list[list[tuple[int, int]]] = []
+        for source, target in ends:
+            if runs and runs[-1][-1] == (source - 1, target - 1):
+                runs[-1].append((source, target))
+            else:
+                runs.append([(source, target)])
+        sides = ([(run[0][side], run[-1][side]) for run in runs] for side in range(2))
+        source_text, target_text = (" ".join(f"{a}-{b}" if b > a else str(a) for a, b in side) for side in sides)
+        texts = source_text, target_text
+    next_ones = all(target - source == 1 for source, target in ends)
+    return {name: text for name, text in zip(_ENDS, texts, strict=True) if not (next_ones and name == "target")}
 
 
 def each_transfer(transfers: Sequence[Any], problems: list[str], *, in_order: bool = True) -> list[Any]:
-    """The transfers of runs, with their backward bytes. `in_order`: by their stages, where there are any runs."""
+    """The transfers of runs, with their backward bytes. `in_order`: by their stages, where there are any runs, and to the next
+    stage, where no target is said."""
     found: list[Any] = []
     any_runs = False
     for index, one in enumerate(transfers):
@@ -69,12 +73,15 @@ def each_transfer(transfers: Sequence[Any], problems: list[str], *, in_order: bo
             found.append(one)
             continue
         one = {"backward_bytes": one.get("forward_bytes", UNREADABLE), **one}
+        if in_order and type(one.get("source")) is int:
+            one.setdefault("target", one["source"] + 1)
         ends = [one.get(end) for end in _ENDS]
         if not any(isinstance(end, str) for end in ends):
             found.append(one)
             continue
         any_runs = True
-        sources, targets = (list(_numbers(end)) for end in ends)
+        sources = list(_numbers(ends[0]))
+        targets = [source + 1 for source in sources] if in_order and "target" not in one else list(_numbers(ends[1]))
         if not sources or len(sources) != len(targets):
             problems.append(
                 f"transfers[{index}] must have stages as source and target, or equally long ranges of stages such as "

@@ -52,10 +52,10 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
             stage["operators"] = mine
     for parent, definitions in defined.items():
         layers.setdefault(parent, {})["operators"] = definitions
-    collectives = Collectives()
-    for parent, tables in _write_shardings(stages, operators, collectives).items():
-        layers.setdefault(parent, {}).update(tables)
-    shared = {**take_figures(stages), "layers": layers, "collectives": collectives.table}
+    tables, collectives = _write_shardings(stages, operators)
+    for parent, mine in tables.items():
+        layers.setdefault(parent, {}).update(mine)
+    shared = {**take_figures(stages), "layers": layers, "collectives": collectives}
     first = {name: flat[name] for name in _FIRST if name in flat and not (name == "training" and flat[name])}
     rest = {name: value for name, value in flat.items() if name not in (*_FIRST, "stages")}
     return {**first, "stages": stages, **{name: value for name, value in shared.items() if value}, **_short(rest)}
@@ -85,9 +85,11 @@ def _short(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_shardings(
-    stages: Sequence[dict[str, Any]], operators: Sequence[list[str]], collectives: Collectives
-) -> dict[str, dict[str, Any]]:
-    """Put shorter shardings into the stages, and return what is written of layers, by parent and table."""
+    stages: Sequence[dict[str, Any]], operators: Sequence[list[str]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Put shorter shardings into the stages, and return what is written of layers, by parent and table, and
+    collectives."""
+    collectives = Collectives()
     held = [number for number, stage in enumerate(stages) if "sharding" in stage]
     shardings = [_with_named_axes(stages[number]["sharding"]) for number in held]
     rows = [sharding for sharding in shardings if EXCHANGES in sharding]
@@ -95,6 +97,7 @@ def _write_shardings(
         _leave_out_totals(sharding)
         sharding[EXCHANGES] = collectives.rows(sharding[EXCHANGES])
     collectives.joined([sharding[EXCHANGES] for sharding in rows])
+    groups = collectives.groups([sharding[EXCHANGES] for sharding in rows])
     folded: list[Sharded] = []
     for number, sharding in zip(held, shardings, strict=True):
         mine = Sharded(operators[number], {})
@@ -110,7 +113,7 @@ def _write_shardings(
     definitions = fold_shardings(folded, operators)
     for number, sharding, mine in zip(held, shardings, folded, strict=True):
         stages[number]["sharding"] = _sharding(sharding, mine, definitions)
-    return definitions
+    return definitions, groups
 
 
 def _sharding(sharding: dict[str, Any], mine: Sharded, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,18 @@
 """The collectives of a plan file: each is written once, and named by its number wherever it happens.
 
-"collectives": {"0-1": ["all_reduce", "tensor", "backward", 262144, 7.1e-06, 8192, 1.4e-08]}     bytes and seconds of each
+"collectives": {"0-1": ["all_reduce tensor backward", 262144, 7.1e-06, 8192, 1.4e-08]}     bytes and seconds of each
 "exchanges": [["layers.3.mlp.up: linear", "layers.3.norm/mul#1", 0], ...]                        operators, tensor, numbers
 
 Collectives of equal bytes and seconds that always follow one another have one number: the gradients of a parameter are
 reduced, and then its parts gathered. Formats 3 to 5 have a list with a row for each.
 
-"2": ["reduce_scatter", "data", "backward once", "all_gather", "once", 8192, 1.4e-08]
+"2": ["reduce_scatter data backward once, all_gather once", 8192, 1.4e-08]
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 _NAMES = ("collective", "axis", "nbytes", "seconds")
 _ENDS = ("operator", "tensor")
 _FLAGS = ("backward", "once")
+_WORDS = r"(?: backward)?(?: once)?"
+_KIND = re.compile(rf"(?P<kind>\S+) (?P<axis>\S+?)(?P<flags>{_WORDS})(?P<more>(?:, \S+{_WORDS})*)")
 
 
 class Collectives:
@@ -49,16 +52,18 @@ class Collectives:
             problems.append(f"collectives must be an object from numbers such as '0-3' to collectives, got {groups!r}")
             return found
         for name, row in groups.items():
-            texts = list(itertools.takewhile(lambda cell: isinstance(cell, str), row)) if isinstance(row, list) else []
-            values = row[len(texts) :] if isinstance(row, list) else []
+            text, *values = row if isinstance(row, list) and row else [None]
+            match = _KIND.fullmatch(text) if isinstance(text, str) else None
             first, n = len(found.table), len(values) // 2
-            if len(texts) < 3 or not len(texts) % 2 or not values or len(values) % 2:
+            if match is None or not values or len(values) % 2:
                 problems.append(
-                    f"collectives['{name}'] must be [collective, axis, flags, collective, flags .., nbytes, seconds, "
-                    f"nbytes, seconds ..], got {row!r}"
+                    f"collectives['{name}'] must be like ['all_reduce data backward', nbytes, seconds, nbytes, seconds "
+                    f"..], got {row!r}"
                 )
                 continue
-            kind, axis, *flags = texts
+            kind, axis = match["kind"], match["axis"]
+            more = (one.partition(" ") for one in (match["more"] or "").split(", ")[1:])
+            flags = [(match["flags"] or "").strip(), *(part for name, _, words in more for part in (name, words))]
             found.table += ([kind, axis, *values[i : i + 2], *flags] for i in range(0, len(values), 2))
             if name != _numbers(first, n):
                 problems.append(
@@ -76,7 +81,7 @@ class Collectives:
         renumbered: dict[int, int] = {}
         for kind, numbers in alike.items():
             values = itertools.chain.from_iterable(self.table[number][2:4] for number in numbers)
-            found[_numbers(len(renumbered), len(numbers))] = [*kind, *values]
+            found[_numbers(len(renumbered), len(numbers))] = [_text(*kind), *values]
             renumbered |= {number: len(renumbered) + place for place, number in enumerate(numbers)}
         for row in itertools.chain(*lists):
             row[2:] = [renumbered[number] for number in row[2:]]
@@ -144,6 +149,12 @@ class Collectives:
             self._numbers[row] = len(self.table)
             self.table.append(list(row))
         return self._numbers[row]
+
+
+def _text(kind: str, axis: str, flags: str, *more: str) -> str:
+    """`reduce_scatter data backward once, all_gather once`"""
+    first = f"{kind} {axis} {flags}".rstrip()
+    return ", ".join([first, *(f"{name} {words}".rstrip() for name, words in zip(more[::2], more[1::2], strict=True))])
 
 
 def _numbers(first: int, n: int) -> str:

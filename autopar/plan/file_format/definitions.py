@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from autopar.plan.file_format.folding import Layer, absolute, layer_of, relative
-from autopar.plan.file_format.names import LINE, OPERATORS, PARAMETERS, Known, joined, named, split
+from autopar.plan.file_format.names import OPERATORS, PARAMETERS, Known, named, split
 from autopar.plan.file_format.tables import Entry, Table, Value
 
 Values = dict[str, Value]  # of a table, by key; None: nothing, although a definition says something
@@ -58,25 +58,16 @@ def applied(
     found: Values = {}
     hits: list[tuple[str, str, bool]] = []
     for line, value in entries:
+        keys, missing = named(line, known._replace(separator=table.separator))
         if table.separator == PARAMETERS:
-            keys = [key for key in parameters_in(line) if owners is None or split(key, PARAMETERS)[0] in owners]
+            keys = [key for key in keys if owners is None or split(key, PARAMETERS)[0] in owners]
         else:
-            keys, missing = named(line, known)
             hits += [(line, name, False) for name in missing]
-            hits += [(line, name, True) for key in keys for name in (key, key.rpartition("#")[0])]
+            hits += [(line, name, True) for key in keys for name in (line, key, key.rpartition("#")[0])]
         for key in keys:
             before = found.get(key)
             found[key] = before + value if table.adds and before is not None and value is not None else value
     return found, hits
-
-
-def parameters_in(line: str) -> list[str]:
-    match = LINE.fullmatch(line)
-    if match is None:
-        return [line]
-    parent, dot, last = match[1].rpartition(".")
-    modules = [f"{parent}{dot}{module}" for module in last.split(",")]
-    return [joined(module, name, PARAMETERS) for module in modules for name in match[2].split(" ")]
 
 
 def differences(table: Table, values: Values, entries: Sequence[Entry], part: Part) -> Values:

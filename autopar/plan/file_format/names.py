@@ -4,18 +4,21 @@ line                                        names
 "mlp.gate,up: linear#0"                     mlp.gate/linear#0, mlp.up/linear#0: modules beside each other
 "mlp: mul add#1"                            every mul of mlp, whatever its number, and mlp/add#1
 "mlp/add#1"                                 the operator's key, as well
+"*_norm: mul"                               of modules beside each other: those whose names match and that have a mul
 "mlp.gate,up: weight bias"                  of parameters: mlp.gate.weight, mlp.gate.bias, mlp.up.weight, ...
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 LINE = re.compile(r"([^:\s]*): (\S+(?: \S+)*)")
-_PATH = re.compile(r"[^:\s,]*")  # of a module that a line can name
+_FEWEST = 2  # characters of a pattern besides "*"
+_PATH = re.compile(r"[^:\s,*]*")  # of a module that a line can name
 _NAME = re.compile(r"[^:\s]+")
 OPERATORS, PARAMETERS = "/", "."  # between a module's path and the name
 
@@ -35,6 +38,20 @@ class Known(NamedTuple):
             module, name = split(key, separator)
             names[module].append(name)
         return cls(separator, names, frozenset(listed))
+
+    def matching(self, path: str, names: Sequence[str]) -> list[str]:
+        """Modules of a path such as `mlp.gate,up` or `*_norm`; of several, those that have some of the names."""
+        parent, dot, last = path.rpartition(".")
+        if "*" not in last:
+            return [f"{parent}{dot}{beside}" for beside in last.split(",")]
+        found = []
+        before, _, after = last.partition("*")
+        for module, mine in self.names.items():
+            own_parent, _, name = module.rpartition(".")
+            if own_parent == parent and len(name) >= len(last) - 1 and name.startswith(before) and name.endswith(after):
+                if self.separator == PARAMETERS or any(one in names or _kind(one) in names for one in mine):
+                    found.append(module)
+        return found
 
 
 def split(key: str, separator: str) -> tuple[str, str]:
@@ -63,7 +80,19 @@ def lines_for(chosen: Iterable[str], known: Known) -> list[str]:
         parent, dot, last = module.rpartition(".")
         short = tuple(_short(names, known.names[module])) if known.separator == OPERATORS else tuple(names)
         beside[f"{parent}{dot}", short].append(last)
-    return [*lines, *(f"{parent}{','.join(modules)}: {' '.join(names)}" for (parent, names), modules in beside.items())]
+    for (parent, names), modules in beside.items():
+        lines.append(f"{parent}{_together(parent, modules, names, known)}: {' '.join(names)}")
+    return lines
+
+
+def _together(parent: str, modules: Sequence[str], names: Sequence[str], known: Known) -> str:
+    """`*_norm` of modules beside each other, if no other one there would be named; or `gate,up`."""
+    ends = (os.path.commonprefix([module[::-1] for module in modules])[::-1], os.path.commonprefix(list(modules)))
+    patterns = [f"*{ends[0]}", f"{ends[1]}*"] if len(modules) > 1 else []
+    for pattern in sorted(patterns, key=len, reverse=True):
+        if len(pattern) > _FEWEST and set(known.matching(f"{parent}{pattern}", names)) == {f"{parent}{m}" for m in modules}:
+            return pattern
+    return ",".join(modules)
 
 
 def _short(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
@@ -89,14 +118,16 @@ def named(line: str, known: Known) -> Named:
         return Named([line], [])
     match = LINE.fullmatch(line)
     if match is None:
-        return Named([], [line])
-    parent, dot, last = match[1].rpartition(".")
+        return Named([line], []) if known.separator == PARAMETERS else Named([], [line])
     found: dict[str, None] = {}
-    missing = []
-    for beside in last.split(","):
-        module = f"{parent}{dot}{beside}"
+    modules = known.matching(match[1], match[2].split(" "))
+    missing = [line] if not modules else []
+    for module in modules:
         names = known.names.get(module, ())
         for name in match[2].split(" "):
+            if known.separator == PARAMETERS:
+                found[joined(module, name, PARAMETERS)] = None
+                continue
             mine = [name] if name in names else [one for one in names if _kind(one) == name]
             if not mine:
                 missing.append(joined(module, name, known.separator))

@@ -20,7 +20,7 @@ from autopar.plan.file_format.definitions import (
 from autopar.plan.file_format.fields import UNREADABLE, operator_lines
 from autopar.plan.file_format.figures import with_figures
 from autopar.plan.file_format.folding import Layer, layer_of
-from autopar.plan.file_format.names import PARAMETERS, Known
+from autopar.plan.file_format.names import OPERATORS, PARAMETERS, Known
 from autopar.plan.file_format.operators import LAYERS, OperatorLines, range_of
 from autopar.plan.file_format.order import OUTPUTS, layers_as, ordered
 from autopar.plan.file_format.shared_layers import OF
@@ -279,7 +279,7 @@ def _read_table(
         for part, name in parts:
             found |= layers.values(table, name, part)
         entries = _entries(table, value, place, problems)
-        known = Known.of([*operators, OUTPUTS], table.separator)
+        known = Known.of([*operators, OUTPUTS], OPERATORS)
         own, hits = applied(table, entries, known)
         for line, name, hit in hits:
             if not hit and operators:

@@ -27,6 +27,7 @@ from autopar.plan.file_format.tables import TABLES, Entry, compact
 
 OF = "those of "  # another definition of the table
 _MOST_COMPARED = 16  # kinds of layers, of which definitions are chosen
+_Content = tuple[Any, ...]
 Tables = dict[str, Values]  # by the name of a table
 
 
@@ -47,7 +48,7 @@ class _Piece(NamedTuple):
     tables: Tables
 
     @property
-    def content(self) -> tuple[Any, ...]:
+    def content(self) -> _Content:
         """Equal for layers that are equal."""
         return self.part.known.keys, frozenset(self.part.owners), repr(self.tables)
 
@@ -102,8 +103,8 @@ def _define(pieces: Sequence[Mapping[Layer, _Piece]], found: dict[str, dict[str,
     for parent in dict.fromkeys(layer.parent for layer in held):
         counted = Counter(piece.content for layer, mine in held.items() if layer.parent == parent for piece in mine)
         alike = {piece.content: piece for layer, mine in held.items() if layer.parent == parent for piece in mine}
-        whole: Counter[tuple[Any, ...]] = Counter()
-        models: dict[tuple[Any, ...], _Piece] = {}
+        whole: Counter[_Content] = Counter()
+        models: dict[_Content, _Piece] = {}
         for layer, mine in held.items():
             if layer.parent == parent:
                 content = tuple(piece.content for piece in mine)
@@ -125,6 +126,31 @@ def _define(pieces: Sequence[Mapping[Layer, _Piece]], found: dict[str, dict[str,
             known[definition_name(len(known))] = offers.pop(best)
             cost = costs.pop(best)
             least = {c: min(one, cost[c]) for c, one in least.items()}
+        _drop(known, alike, counted)
+
+
+def _drop(known: dict[str, _Definition], alike: Mapping[_Content, _Piece], counted: Mapping[_Content, int]) -> None:
+    """Leave out definitions that others made needless; the names go on without a gap."""
+    costs = {name: {c: _cost(piece, one) for c, piece in alike.items()} for name, one in known.items()}
+    plain = {c: _cost(piece, None) for c, piece in alike.items()}
+
+    def total(names: Sequence[str]) -> int:
+        some: dict[str, _Definition] = {}
+        price = 0
+        for name in names:
+            price += _price(known[name], some)
+            some[name] = known[name]
+        return price + sum(n * min([plain[c], *(costs[name][c] for name in names)]) for c, n in counted.items())
+
+    names = list(known)
+    while names:
+        fewer = min(([one for one in names if one != name] for name in names), key=total)
+        if total(fewer) > total(names):
+            break
+        names = fewer
+    kept = [known[name] for name in names]
+    known.clear()
+    known |= {definition_name(number): one for number, one in enumerate(kept)}
 
 
 def _price(new: _Definition, known: Mapping[str, _Definition]) -> int:
@@ -154,15 +180,9 @@ def _definition(piece: _Piece) -> _Definition:
     tables, entries = {}, {}
     for table in TABLES:
         if piece.tables.get(table.name):
-            tables[table.name] = compact(table, piece.tables[table.name], _known(table, piece))
+            tables[table.name] = compact(table, piece.tables[table.name], piece.part.known)
             entries[table.name] = [one for one in table.read(tables[table.name]) if isinstance(one, Entry)]
     return _Definition(tables, entries)
-
-
-def _known(table: Any, piece: _Piece) -> Known:
-    if table.separator == piece.part.known.separator:
-        return piece.part.known
-    return Known.of(piece.tables.get(table.name, ()), table.separator)
 
 
 def _besides(piece: _Piece, definition: _Definition | None) -> Tables:
@@ -180,7 +200,7 @@ def _besides(piece: _Piece, definition: _Definition | None) -> Tables:
 def _cost(piece: _Piece, definition: _Definition | None) -> int:
     """Characters, about, of what a stage says itself."""
     besides = _besides(piece, definition)
-    return sum(_length(compact(t, besides[t.name], _known(t, piece))) for t in TABLES if besides.get(t.name))
+    return sum(_length(compact(t, besides[t.name], piece.part.known)) for t in TABLES if besides.get(t.name))
 
 
 def _length(value: Any) -> int:

@@ -1,15 +1,15 @@
 """The tables of a sharding: what each operator, or each parameter, of a stage has, and how a plan file writes it.
 
 table             of an operator or parameter            in a file
-strategies        placements                             {"mlp.up: linear": "S0 R -> S0"}
-parameters        placements                             {"mlp.gate,up: weight": "S0"}
+strategies        placements                             {"S0 R -> S0": ["mlp.gate,up: linear", "norm: mul"]}
+parameters        placements                             {"S0": "mlp.gate,up: weight"}
 redistributions   (tensor, shared steps, own steps) ..   [["norm/mul#0", "", "S0 > R", "mlp.gate,up: linear"], ...]
 exchanges         (tensor, numbers of collectives) ..    [["mlp.up: linear", "norm/mul#0", 1, ".weight", 2, 3]]
 repeated          seconds                                [[1e-6, "mlp: mul#0", "norm: add"]]
 
 Lines are those of `names.py`. A tensor `.weight` is that of the operator's module, and of redistributions "" stands for
-where the readers' own steps begin. Operators with equal rows have one; a reader puts rows in the order of the stage's
-operators. Of an operator that has nothing although its layer's definition says so: null, or a row without values.
+where the readers' own steps begin, or for where the shared ones end. Operators with equal rows have one; a reader puts rows in the order of the stage's
+operators. An operator that has nothing although its layer's definition says so: "none", or a row without values.
 A table whose rows are in another order, or of operators that the stage does not have, is {"rows": [...]}, with all.
 """
 
@@ -25,6 +25,7 @@ from autopar.plan.file_format.names import OPERATORS, PARAMETERS, Known, lines_f
 Value = Any  # what a table has of a key: texts and numbers, in tuples; hashable
 Pairs = list[tuple[str, Value]]
 ROWS = "rows"
+NOTHING = "none"
 _NUMBER = (int, float)
 
 
@@ -55,10 +56,11 @@ class Table(NamedTuple):
 
 
 def compact(table: Table, values: Mapping[str, Value], known: Known) -> Any:
-    """A table as JSON: each value once, with lines for the keys that have it."""
+    """A table as JSON: each value once, with lines for the keys that have it. `known`: operators."""
     keys: dict[Value, list[str]] = defaultdict(list)
     for key, value in values.items():
         keys[_kind_of(value)].append(key)
+    known = known._replace(separator=table.separator)
     return table.write([(lines_for(mine, known), value[1]) for value, mine in keys.items()])
 
 
@@ -71,21 +73,29 @@ def _kind_of(value: Value) -> tuple[str, Value]:
 
 
 def _write_texts(groups: Sequence[tuple[list[str], Value]]) -> dict[str, Any]:
-    return {line: text for lines, text in groups for line in lines}
+    return {NOTHING if text is None else text: lines[0] if len(lines) == 1 else lines for lines, text in groups}
 
 
 def _read_texts(value: Any) -> Iterator[Entry | Wrong]:
     if not isinstance(value, dict):
-        yield Wrong(f" must be an object from names to placements, got {value!r}")
+        yield Wrong(f" must be an object from placements to names, got {value!r}")
         return
-    for line, text in value.items():
-        if text is None or isinstance(text, str):
-            yield Entry(line, text)
+    for text, lines in value.items():
+        each = lines if isinstance(lines, list) else [lines]
+        wrong = [line for line in each if not isinstance(line, str)]
+        if wrong:
+            yield Wrong(f" must be an object from placements such as 'S0R' to names, got {wrong[0]!r} for '{text}'")
         else:
-            yield Wrong(f" must be an object from names to placements such as 'S0R', got {text!r} of '{line}'")
+            yield from (Entry(line, None if text == NOTHING else text) for line in each)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def end(passage: str) -> str:
+    """Where steps end and, if the gradient takes some, where those begin: `R, back P` of `S0 > R, back P > S0`."""
+    forward, back, backward = passage.partition(", back ")
+    return f"{forward.rpartition(' > ')[2]}{back}{backward.partition(' > ')[0]}"
 
 
 def _rows(what: str, value: Any, fewest: int) -> Iterator[list[Any] | Wrong]:
@@ -120,8 +130,14 @@ def _write_redistributions(groups: Sequence[tuple[list[str], Value]]) -> list[li
         if value is None:
             found += [[line] for line in lines]
         else:
-            found += [[tensor, "" if shared == begin(own) else shared, own, *lines] for tensor, shared, own in value]
+            found += [[tensor, *_short_passages(shared, own), *lines] for tensor, shared, own in value]
     return found
+
+
+def _short_passages(shared: str, own: str) -> tuple[str, str]:
+    if shared == begin(own):
+        return "", own
+    return shared, "" if own == end(shared) else own
 
 
 def begin(passage: str) -> str:
@@ -142,7 +158,7 @@ def _read_redistributions(value: Any) -> Iterator[Entry | Wrong]:
             yield Entry(row[0], None)
         else:
             tensor, shared, own, *lines = row
-            yield from (Entry(line, ((tensor, shared or begin(own), own),)) for line in lines)
+            yield from (Entry(line, ((tensor, shared or begin(own), own or end(shared)),)) for line in lines)
 
 
 def _exchange_pairs(rows: Any) -> Pairs:

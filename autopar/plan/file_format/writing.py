@@ -20,7 +20,7 @@ from typing import Any
 from autopar.plan.file_format.collectives import Collectives
 from autopar.plan.file_format.definitions import in_modules
 from autopar.plan.file_format.figures import take_figures
-from autopar.plan.file_format.names import PARAMETERS, Known
+from autopar.plan.file_format.names import OPERATORS, Known
 from autopar.plan.file_format.operators import folded_operators, keys_of
 from autopar.plan.file_format.order import in_order, layers_as
 from autopar.plan.file_format.shared_layers import Sharded, fold_shardings, paths_of
@@ -125,7 +125,7 @@ def _sharding(sharding: dict[str, Any], mine: Sharded, definitions: dict[str, An
         if table.name in rest:
             found[table.name] = rest[table.name]
         elif mine.own.get(table.name):
-            found[table.name] = compact(table, mine.own[table.name], _known(table, mine))
+            found[table.name] = compact(table, mine.own[table.name], Known.of(mine.operators, OPERATORS))
     return {**found, **rest}
 
 
@@ -134,10 +134,6 @@ def short_layers(mine: Sharded, definitions: dict[str, Any]) -> Any:
     names = list(dict.fromkeys(mine.layers.values()))
     whole = {layer: names[0] for layer in layers_as(names[0], mine.operators, definitions)}
     return names[0] if whole == mine.layers else paths_of(mine.layers)
-
-
-def _known(table: Table, mine: Sharded) -> Known:
-    return Known.of(mine.own[table.name] if table.separator == PARAMETERS else mine.operators, table.separator)
 
 
 def _with_named_axes(sharding: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What a layer of a sharded stage has, by the names of its operators: the definitions under "layers" of a plan file.
 
-"layers": {"model.layers": {"strategies": {"A": {"@.mlp.gate,up: linear": "S0 R -> S0", "@: add": "S0 S0 -> S0"}}}}
+"layers": {"model.layers": {"strategies": {"A": {"S0 R -> S0": "mlp.gate,up: linear", "S0 S0 -> S0": ": add"}}}}
 
-`@` is the layer. A definition holds for the operators of a layer that a stage has: where a stage ends inside of a layer,
+Lines name what lies in the layer. In tensors, `@` is the layer, and `@-1` the one before it. A definition holds for the operators of a layer that a stage has: where a stage ends inside of a layer,
 both stages have the layer "as A". A parameter belongs to the stage that has the last operator of its module.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from autopar.plan.file_format.folding import Layer, absolute, layer_of, relative
+from autopar.plan.file_format.folding import Layer, absolute, inside, layer_of, outside, relative
 from autopar.plan.file_format.names import OPERATORS, PARAMETERS, Known, named, split
 from autopar.plan.file_format.tables import Entry, Table, Value
 
@@ -19,7 +19,7 @@ Values = dict[str, Value]  # of a table, by key; None: nothing, although a defin
 
 
 class Part(NamedTuple):
-    """What a stage has of a layer, by names with `@`."""
+    """What a stage has of a layer, by names inside of it."""
 
     layer: Layer
     known: Known  # its operators
@@ -31,8 +31,8 @@ class Part(NamedTuple):
         mine = list(operators)
         modules = dict.fromkeys(split(key, OPERATORS)[0] for key in mine)
         here = set(mine)
-        owners = {relative(module, layer) for module in modules if last[module] in here}
-        return cls(layer, Known.of((relative(key, layer) for key in mine), OPERATORS), owners)
+        owners = {inside(module, layer) for module in modules if last[module] in here}
+        return cls(layer, Known.of((inside(key, layer) for key in mine), OPERATORS), owners)
 
 
 def last_operators(stages: Iterable[Iterable[str]]) -> dict[str, str]:
@@ -81,12 +81,12 @@ def differences(table: Table, values: Values, entries: Sequence[Entry], part: Pa
 
 
 def in_layer(table: Table, values: Mapping[str, Value], layer: Layer) -> Values:
-    """Keys and tensors with `@`."""
-    return {relative(key, layer): _each_tensor(table, value, lambda t: relative(t, layer)) for key, value in values.items()}
+    """Keys as they are called inside of the layer, and tensors with `@`."""
+    return {inside(key, layer): _each_tensor(table, value, lambda t: relative(t, layer)) for key, value in values.items()}
 
 
 def out_of_layer(table: Table, values: Mapping[str, Value], layer: Layer) -> Values:
-    return {absolute(key, layer): _each_tensor(table, value, lambda t: absolute(t, layer)) for key, value in values.items()}
+    return {outside(key, layer): _each_tensor(table, value, lambda t: absolute(t, layer)) for key, value in values.items()}
 
 
 def in_modules(table: Table, values: Mapping[str, Value]) -> Values:

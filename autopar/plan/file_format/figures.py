@@ -16,10 +16,11 @@ from typing import Any
 
 from autopar.hints.module_paths import near
 from autopar.plan.file_format.folding import definition_name
+from autopar.plan.recompute import NAMES, Recompute
 
 EVERY, FIGURES, _FIELDS = "every_stage", "figures", "fields"
-_PEAK = "peak_memory"
-_WORTH = 250  # characters that a table saves, or numbers stand with their stages
+_PEAK, _RECOMPUTE, _SHARDING = "peak_memory", "recompute", "sharding"
+_WORTH = 100  # characters that a table saves, or numbers stand with their stages
 _ROW, _USE, _TABLE = 10, 16, 30  # characters, about, of a row, of naming it, and of the rest of the table
 _Cell = tuple[type, Any] | None  # 1 and 1.0 are equal, but are not written alike
 
@@ -41,15 +42,29 @@ def take_figures(stages: list[dict[str, Any]]) -> dict[str, Any]:
     }
     chosen = _chosen(names, columns, apart)
     found: dict[str, Any] = {}
-    every = {name: value[1] for name, value in usual.items() if name not in chosen}
+    every = {name: value[1] for name, value in usual.items() if name not in chosen} | _settings(stages)
     if every:
         found[EVERY] = every
     for stage in stages:
         for name in every:
-            if _cell(stage[name]) == usual[name]:
-                del stage[name]
+            if repr(stage.get(name)) == repr(every[name]):
+                stage.pop(name, None)
+            elif name == _RECOMPUTE:
+                stage.setdefault(name, NAMES[Recompute.NONE])
     if chosen:
         found[FIGURES] = _table(stages, chosen, columns)
+    return found
+
+
+def _settings(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of what is no number, what most stages have."""
+    found = {}
+    for name in (_RECOMPUTE, _SHARDING):
+        values = {repr(stage[name]): stage[name] for stage in stages if name in stage}
+        times = Counter(repr(stage.get(name)) for stage in stages)
+        usual = max(values, key=lambda text: times[text], default="")
+        if 2 * times[usual] > len(stages) > 1 and (name == _RECOMPUTE or len(stages) == sum(times[text] for text in values)):
+            found[name] = values[usual]
     return found
 
 

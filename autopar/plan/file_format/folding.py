@@ -226,6 +226,16 @@ def relative(text: str, layer: Layer) -> str:
     return f"@{apart:+d}{text[match.end() :]}" if apart else f"@{text[match.end() :]}"
 
 
+def inside(name: str, layer: Layer) -> str:
+    """`mlp/linear#0` for `model.layers.3.mlp/linear#0`, and `/add#0` for the layer's own."""
+    return relative(name, layer).removeprefix("@").removeprefix(".")
+
+
+def outside(name: str, layer: Layer) -> str:
+    """The other way round."""
+    return absolute(f"@{'' if name.startswith('/') else '.'}{name}", layer)
+
+
 def absolute(text: str, layer: Layer) -> str:
     match = _LAYER.match(text)
     if match is None:

@@ -32,7 +32,7 @@ def folded_operators(lists: Sequence[Sequence[str]]) -> tuple[list[list[str]], d
     if any(_expanded(mine, definitions) != whole for mine, whole in zip(items, rows, strict=True)):
         items, definitions = [list(whole) for whole in rows], {}  # names that look like those of folded layers
     defined = {
-        parent: {name: operator_lines(row[0] for row in mine) for name, mine in known.rows.items()}
+        parent: {name: operator_lines(labels_of(mine)) for name, mine in known.rows.items()}
         for parent, known in definitions.items()
     }
     return [_lines(mine, definitions) for mine in items], defined
@@ -124,9 +124,9 @@ class OperatorLines:
         for index, line in enumerate(value if isinstance(value, list) else ()):
             match = OPERATOR_LINE.fullmatch(line) if isinstance(line, str) else None
             if match is None:
-                self._problems.append(f"{where}[{index}] must be like '@.module: linear#0 relu#1', got {line!r}")
+                self._problems.append(f"{where}[{index}] must be like 'module.path: linear#0 relu#1', got {line!r}")
             else:
-                rows += ((f"{match[1]}/{one}",) for one in match[2].split(" "))
+                rows += ((f"@{'.' if match[1] else ''}{match[1]}/{one}",) for one in match[2].split(" "))
         self._rows.setdefault(parent, {})[name] = rows
 
     def keys(self, value: list[Any], where: str) -> list[str]:

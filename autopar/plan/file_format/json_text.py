@@ -7,34 +7,36 @@ import json
 from typing import Any
 
 _WIDTH = 120
-_DEEPEST = 2  # levels that are indented: those inside stand as far in
+_DEEPEST = 2  # levels whose brackets have lines of their own; those inside stand one space in
 
 
 def json_text(value: Any, depth: int = 0) -> str:
-    """`value` as JSON. Each of the outer levels is indented by one space. Raises ValueError for NaN and infinities."""
-    line = json.dumps(value, allow_nan=False)
+    """`value` as JSON. What the outermost object's values hold is indented by one space. Raises ValueError for NaN and infinities."""
+    numbers = isinstance(value, list) and any(type(item) is float for item in value)
+    line = json.dumps(value, allow_nan=False, separators=(",", ":") if numbers else None)
     if len(line) + depth <= _WIDTH or not isinstance(value, (dict, list)) or not value:
         return line
     if isinstance(value, dict):
         parts = [f"{json.dumps(name)}: {json_text(item, depth + 1)}" for name, item in value.items()]
         return _block("{", _filled(parts, depth), "}", depth)
-    return _block("[", _filled([json_text(item, depth + 1) for item in value], depth), "]", depth)
+    parts = [json_text(item, depth + 1) for item in value]
+    return _block("[", _filled(parts, depth, "," if numbers else ", "), "]", depth)
 
 
 def _block(opening: str, parts: list[str], closing: str, depth: int) -> str:
-    space = " " * min(depth + 1, _DEEPEST)
+    space = " " if depth else ""
     inside = f",\n{space}".join(parts)
     if depth >= _DEEPEST:
         return f"{opening}{inside}{closing}"
-    return f"{opening}\n{space}{inside}\n{' ' * depth}{closing}"
+    return f"{opening}\n{space}{inside}\n{closing}"
 
 
-def _filled(parts: list[str], depth: int) -> list[str]:
+def _filled(parts: list[str], depth: int, comma: str = ", ") -> list[str]:
     """Lines of as many parts as fit."""
     lines: list[str] = []
     for part in parts:
         if lines and "\n" not in part and "\n" not in lines[-1] and len(lines[-1]) + len(part) + depth + 4 <= _WIDTH:
-            lines[-1] += f", {part}"
+            lines[-1] += f"{comma}{part}"
         else:
             lines.append(part)
     return lines

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from autopar.hints.module_paths import near
 from autopar.plan.file_format.fields import OPERATOR_LINE, operator_lines
 from autopar.plan.file_format.folding import Definitions, FoldedLayers, Item, Row, fold, unfolded
+from autopar.plan.file_format.names import LINE
 from autopar.plan.file_format.short_values import MOST_IN_A_ROW
 
 DEFAULT = "A"
@@ -32,10 +34,21 @@ def folded_operators(lists: Sequence[Sequence[str]]) -> tuple[list[list[str]], d
     if any(_expanded(mine, definitions) != whole for mine, whole in zip(items, rows, strict=True)):
         items, definitions = [list(whole) for whole in rows], {}  # names that look like those of folded layers
     defined = {
-        parent: {name: operator_lines(labels_of(mine)) for name, mine in known.rows.items()}
+        parent: {name: operator_lines(_counted(labels_of(mine))) for name, mine in known.rows.items()}
         for parent, known in definitions.items()
     }
     return [_lines(mine, definitions) for mine in items], defined
+
+
+def _counted(labels: Sequence[str]) -> list[str]:
+    """Without the numbers of operators that follow in a layer from 0 on: `mlp/linear` the first, `mlp/linear` again."""
+    numbers: Counter[str] = Counter()
+    found = []
+    for label in labels:
+        name, _, number = label.rpartition("#")
+        found.append(name if number == str(numbers[name]) else label)
+        numbers[name] += 1
+    return found
 
 
 def _rows(lines: Sequence[str]) -> list[Row]:
@@ -121,12 +134,17 @@ class OperatorLines:
         if not isinstance(value, list):
             self._problems.append(f"{where} must be a list, got {value!r}")
         rows: list[Row] = []
+        numbers: Counter[str] = Counter()
         for index, line in enumerate(value if isinstance(value, list) else ()):
-            match = OPERATOR_LINE.fullmatch(line) if isinstance(line, str) else None
+            match = LINE.fullmatch(line) if isinstance(line, str) else None
             if match is None:
                 self._problems.append(f"{where}[{index}] must be like 'module.path: linear#0 relu#1', got {line!r}")
             else:
-                rows += ((f"@{'.' if match[1] else ''}{match[1]}/{one}",) for one in match[2].split(" "))
+                for one in match[2].split(" "):
+                    label = f"{match[1]}/{one}"
+                    label += f"#{numbers[label]}" if "#" not in one else ""
+                    numbers[label.rpartition("#")[0]] += 1
+                    rows.append((f"@{'.' if match[1] else ''}{label}",))
         self._rows.setdefault(parent, {})[name] = rows
 
     def keys(self, value: list[Any], where: str) -> list[str]:

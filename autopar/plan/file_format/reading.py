@@ -24,7 +24,7 @@ from autopar.plan.file_format.names import OPERATORS, PARAMETERS, Known
 from autopar.plan.file_format.operators import LAYERS, OperatorLines, range_of
 from autopar.plan.file_format.order import OUTPUTS, layers_as, ordered
 from autopar.plan.file_format.shared_layers import OF
-from autopar.plan.file_format.short_values import each_device
+from autopar.plan.file_format.short_values import each_device, long_description
 from autopar.plan.file_format.tables import EXCHANGES, ROWS, TABLES, Entry, Table, Wrong
 from autopar.plan.file_format.transfers import each_transfer
 from autopar.plan.file_format.writing import FLAGS, sums
@@ -61,7 +61,9 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 def _runner_up(one: Any) -> Any:
     """[description, step_time]"""
-    return dict(zip(("description", "step_time"), one, strict=True)) if isinstance(one, list) and len(one) == 2 else one
+    if not isinstance(one, list) or len(one) != 2 or not isinstance(one[0], str):
+        return one
+    return {"description": long_description(one[0]), "step_time": one[1]}
 
 
 def _stage(stage: dict[str, Any], where: str, layers: _Layers, problems: list[str]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Names of devices in a row in a plan file: ["0.0-2:H100"] for ["0.0:H100", "0.1:H100", "0.2:H100"]."""
+"""Names of devices in a row in a plan file: ["0.0-2:H100"] for ["0.0:H100", "0.1:H100", "0.2:H100"].
+
+In descriptions of plans that were not chosen, "0.0-7:H100" is "0.0:H100 .. 0.7:H100 (8)".
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.plan.validation import replicas
+
 MOST_IN_A_ROW = 100_000  # layers, devices or transfers of one entry
 _DEVICE = re.compile(r"(\d+)\.(\d+):(.+)")
 _DEVICES = re.compile(r"(\d{1,9})\.(\d{1,9})-(\d{1,9}):(.+)")
+_NAME = r"\d+\.\d+:[^\s+|()]+"
+_LISTED = re.compile(rf"(?P<first>{_NAME}) \.\. (?P<last>{_NAME}) \(\d+\)|{_NAME}(?:\+{_NAME})+")
+_SHORT = re.compile(r"\d{1,9}\.\d{1,9}-\d{1,9}:[^\s+|()]+")
 _FEWEST = 3  # devices in a row that are written as one
 
 
@@ -42,3 +50,23 @@ def each_device(value: Any) -> Any:
         else:
             found.append(name)
     return found
+
+
+def short_description(text: str) -> str:
+    """With devices in a row as one, unless `long_description` would say something else."""
+    short = _LISTED.sub(_in_a_row, text)
+    return short if long_description(short) == text else text
+
+
+def long_description(text: str) -> str:
+    return _SHORT.sub(lambda match: replicas(each_device([match[0]])), text)
+
+
+def _in_a_row(match: re.Match[str]) -> str:
+    names = match[0].split("+")
+    if len(names) > 1:
+        return "+".join(devices_in_rows(names))
+    first, last = _DEVICE.fullmatch(match["first"]), _DEVICE.fullmatch(match["last"])
+    if first is None or last is None or first[1] != last[1] or first[3] != last[3]:
+        return match[0]
+    return f"{first[1]}.{first[2]}-{last[2]}:{first[3]}"

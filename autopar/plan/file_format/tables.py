@@ -3,12 +3,12 @@
 table             of an operator or parameter            in a file
 strategies        placements                             {"S0 R -> S0": ["mlp.gate,up: linear", "norm: mul"]}
 parameters        placements                             {"S0": "mlp.gate,up: weight"}
-redistributions   (tensor, shared steps, own steps) ..   [["norm/mul#0", "", "S0 > R", "mlp.gate,up: linear"], ...]
+redistributions   (tensor, shared steps, own steps) ..   [["norm/mul#0", "", "S0 > R, back", "mlp: linear"], ..]
 exchanges         (tensor, numbers of collectives) ..    [["mlp.up: linear", "norm/mul#0", 1, ".weight", 2, 3]]
 repeated          seconds                                [[1e-6, "mlp: mul#0", "norm: add"]]
 
 Lines are those of `names.py`. A tensor `.weight` is that of the operator's module, and of redistributions "" stands for
-where the readers' own steps begin, or for where the shared ones end. Operators with equal rows have one; a reader puts rows in the order of the stage's
+where the readers' own steps begin, or for where the shared ones end; "S0 > R, back" has the gradient go back the same way, "P > S0". Operators with equal rows have one; a reader puts rows in the order of the stage's
 operators. An operator that has nothing although its layer's definition says so: "none", or a row without values.
 A table whose rows are in another order, or of operators that the stage does not have, is {"rows": [...]}, with all.
 """
@@ -26,6 +26,7 @@ Value = Any  # what a table has of a key: texts and numbers, in tuples; hashable
 Pairs = list[tuple[str, Value]]
 ROWS = "rows"
 NOTHING = "none"
+_GRADIENTS = str.maketrans("RP", "PR")  # of placements
 _NUMBER = (int, float)
 
 
@@ -136,8 +137,23 @@ def _write_redistributions(groups: Sequence[tuple[list[str], Value]]) -> list[li
 
 def _short_passages(shared: str, own: str) -> tuple[str, str]:
     if shared == begin(own):
-        return "", own
-    return shared, "" if own == end(shared) else own
+        return "", _short(own)
+    return _short(shared), "" if own == end(shared) else _short(own)
+
+
+def _short(passage: str) -> str:
+    """`S0 > R, back` of `S0 > R, back P > S0`: the gradient goes back the same way, summed where the value is whole and
+    whole where it is summed."""
+    forward, back, _ = passage.partition(", back ")
+    short = f"{forward}, back"
+    return short if back and _whole(short) == passage else passage
+
+
+def _whole(passage: str) -> str:
+    forward = passage.removesuffix(", back")
+    if forward == passage:
+        return passage
+    return f"{passage} {' > '.join(reversed(forward.translate(_GRADIENTS).split(' > ')))}"
 
 
 def begin(passage: str) -> str:
@@ -158,6 +174,7 @@ def _read_redistributions(value: Any) -> Iterator[Entry | Wrong]:
             yield Entry(row[0], None)
         else:
             tensor, shared, own, *lines = row
+            shared, own = _whole(shared), _whole(own)
             yield from (Entry(line, ((tensor, shared or begin(own), own or end(shared)),)) for line in lines)
 
 

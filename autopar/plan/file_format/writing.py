@@ -24,7 +24,7 @@ from autopar.plan.file_format.names import OPERATORS, Known
 from autopar.plan.file_format.operators import folded_operators, keys_of
 from autopar.plan.file_format.order import in_order, layers_as
 from autopar.plan.file_format.shared_layers import Sharded, fold_shardings, paths_of
-from autopar.plan.file_format.short_values import devices_in_rows
+from autopar.plan.file_format.short_values import devices_in_rows, short_description
 from autopar.plan.file_format.tables import EXCHANGES, ROWS, TABLES, Table, compact
 from autopar.plan.file_format.transfers import short_transfers
 from autopar.plan.recompute import NAMES, RECOMPUTE, Recompute, recompute_flags
@@ -74,7 +74,7 @@ def _short(rest: dict[str, Any]) -> dict[str, Any]:
     if "devices" in rest:
         found["devices"] = devices_in_rows(rest["devices"])
     if "runners_up" in rest:
-        found["runners_up"] = [list(one.values()) for one in rest["runners_up"]]
+        found["runners_up"] = [[short_description(one["description"]), one["step_time"]] for one in rest["runners_up"]]
     kinds = rest.get("device_kinds")
     if kinds and len(set(kinds)) == 1 and len(kinds) == len(rest.get("devices", ())):
         found["device_kinds"] = kinds[0]

@@ -1,12 +1,13 @@
 """The collectives of a plan file: each is written once, and named by its number wherever it happens.
 
-"collectives": {"0-1": ["all_reduce tensor backward", 262144, 7.1e-06, 8192, 1.4e-08]}     bytes and seconds of each
+"collectives": [[0, "all_reduce tensor backward", 262144, 7.1e-06, 8192, 1.4e-08]]            0 and 1, bytes and seconds
 "exchanges": [["layers.3.mlp.up: linear", "layers.3.norm/mul#1", 0], ...]                        operators, tensor, numbers
 
-Collectives of equal bytes and seconds that always follow one another have one number: the gradients of a parameter are
+A row may have several kinds of collectives, each with these bytes and seconds: first all of the first kind, then all of
+the second one. Collectives of equal bytes and seconds that always follow one another have one number: the gradients of a parameter are
 reduced, and then its parts gathered. Formats 3 to 5 have a list with a row for each.
 
-"2": ["reduce_scatter data backward once, all_gather once", 8192, 1.4e-08]
+[2, "reduce_scatter data backward once, all_gather once", 8192, 1.4e-08]
 """
 
 from __future__ import annotations
@@ -48,41 +49,41 @@ class Collectives:
     def read_groups(cls, groups: Any, problems: list[str]) -> Collectives:
         """The same of format 6."""
         found = cls()
-        if not isinstance(groups, dict):
-            problems.append(f"collectives must be an object from numbers such as '0-3' to collectives, got {groups!r}")
-            return found
-        for name, row in groups.items():
-            text, *values = row if isinstance(row, list) and row else [None]
-            match = _KIND.fullmatch(text) if isinstance(text, str) else None
-            first, n = len(found.table), len(values) // 2
-            if match is None or not values or len(values) % 2:
+        for index, row in enumerate(groups if isinstance(groups, list) else [groups]):
+            number, *rest = row if isinstance(row, list) and row else [None]
+            matches = [_KIND.fullmatch(text) for text in itertools.takewhile(lambda cell: isinstance(cell, str), rest)]
+            values = rest[len(matches) :]
+            if type(number) is not int or not matches or None in matches or not values or len(values) % 2:
                 problems.append(
-                    f"collectives['{name}'] must be like ['all_reduce data backward', nbytes, seconds, nbytes, seconds "
-                    f"..], got {row!r}"
+                    f"collectives[{index}] must be like [number, 'all_reduce data backward', nbytes, seconds, nbytes, "
+                    f"seconds ..], got {row!r}"
                 )
                 continue
-            kind, axis = match["kind"], match["axis"]
-            more = (one.partition(" ") for one in (match["more"] or "").split(", ")[1:])
-            flags = [(match["flags"] or "").strip(), *(part for name, _, words in more for part in (name, words))]
-            found.table += ([kind, axis, *values[i : i + 2], *flags] for i in range(0, len(values), 2))
-            if name != _numbers(first, n):
-                problems.append(
-                    f"collectives['{name}'] has {n} collectives, which are '{_numbers(first, n)}', as others before it "
-                    f"are those before {first}"
-                )
+            if number != len(found.table):
+                problems.append(f"collectives[{index}] has number {number}, but there are {len(found.table)} before it")
+            for match in filter(None, matches):
+                more = (one.partition(" ") for one in match["more"].split(", ")[1:])
+                flags = [match["flags"].strip(), *(part for name, _, words in more for part in (name, words))]
+                kind, axis = match["kind"], match["axis"]
+                found.table += ([kind, axis, *values[i : i + 2], *flags] for i in range(0, len(values), 2))
         return found
 
-    def groups(self, lists: Sequence[list[list[Any]]]) -> dict[str, list[Any]]:
+    def groups(self, lists: Sequence[list[list[Any]]]) -> list[list[Any]]:
         """The table, with collectives of one kind together; they are renumbered, in all `lists` of rows."""
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for number, row in enumerate(self.table):
             alike[tuple(row[:2] + row[4:])].append(number)
-        found: dict[str, list[Any]] = {}
-        renumbered: dict[int, int] = {}
+        kinds: dict[str, list[tuple[Any, ...]]] = defaultdict(list)  # that have the same bytes and seconds
         for kind, numbers in alike.items():
-            values = itertools.chain.from_iterable(self.table[number][2:4] for number in numbers)
-            found[_numbers(len(renumbered), len(numbers))] = [_text(*kind), *values]
-            renumbered |= {number: len(renumbered) + place for place, number in enumerate(numbers)}
+            kinds[repr([self.table[number][2:4] for number in numbers])].append(kind)
+        found: list[list[Any]] = []
+        renumbered: dict[int, int] = {}
+        for same in kinds.values():
+            values = itertools.chain.from_iterable(self.table[number][2:4] for number in alike[same[0]])
+            found.append([len(renumbered), *(_text(*kind) for kind in same), *values])
+            for kind in same:
+                n = len(renumbered)
+                renumbered |= {number: n + place for place, number in enumerate(alike[kind])}
         for row in itertools.chain(*lists):
             row[2:] = [renumbered[number] for number in row[2:]]
         return found
@@ -155,8 +156,3 @@ def _text(kind: str, axis: str, flags: str, *more: str) -> str:
     """`reduce_scatter data backward once, all_gather once`"""
     first = f"{kind} {axis} {flags}".rstrip()
     return ", ".join([first, *(f"{name} {words}".rstrip() for name, words in zip(more[::2], more[1::2], strict=True))])
-
-
-def _numbers(first: int, n: int) -> str:
-    """`0-3`"""
-    return f"{first}-{first + n - 1}" if n > 1 else str(first)

@@ -50,29 +50,49 @@ def by_layer(operators: Iterable[str], level: int) -> dict[Layer, list[str]]:
     return found
 
 
-def applied(
-    table: Table, entries: Iterable[Entry], known: Known, owners: Set[str] | None = None
-) -> tuple[Values, list[tuple[str, str, bool]]]:
-    """What entries say of known operators, or of the parameters of modules `owners` (None: of any), and for every
-    (line, name) whether it named something."""
+class Said(NamedTuple):
+    """What entries say."""
+
+    values: Values
+    hits: list[tuple[str, str, bool]]  # for every (line, name), whether it names something
+    twice: list[str]  # keys that have two values
+
+
+def applied(table: Table, entries: Iterable[Entry], known: Known, owners: Set[str] | None = None) -> Said:
+    """What entries say of known operators, or of the parameters of modules `owners` (None: of any). A line that names
+    an operator by its number wins over one that names all of its kind."""
     found: Values = {}
-    hits: list[tuple[str, str, bool]] = []
+    exact: set[str] = set()
+    said = Said(found, [], [])
     for line, value in entries:
         keys, missing = named(line, known._replace(separator=table.separator))
         if table.separator == PARAMETERS:
             keys = [key for key in keys if owners is None or split(key, PARAMETERS)[0] in owners]
         else:
-            hits += [(line, name, False) for name in missing]
-            hits += [(line, name, True) for key in keys for name in (line, key, key.rpartition("#")[0])]
+            said.hits.extend((line, name, False) for name in missing)
+            said.hits.extend((line, name, True) for key in keys for name in (line, key, key.rpartition("#")[0]))
         for key in keys:
+            by_number = table.separator == OPERATORS and _says(line, key)
             before = found.get(key)
-            found[key] = before + value if table.adds and before is not None and value is not None else value
-    return found, hits
+            if table.adds:
+                found[key] = before + value if before is not None and value is not None else value
+            elif key not in found or (by_number and key not in exact):
+                found[key] = value
+            elif by_number == (key in exact) and repr(before) != repr(value):
+                said.twice.append(key)
+            if by_number:
+                exact.add(key)
+    return said
+
+
+def _says(line: str, key: str) -> bool:
+    """Whether a line has the operator's number: `mlp: add mul#1`, or its key."""
+    return line == key or key.rpartition("/")[2] in line.rpartition(": ")[2].split(" ")
 
 
 def differences(table: Table, values: Values, entries: Sequence[Entry], part: Part) -> Values:
     """What a stage says besides a definition, so that the values of a part are these."""
-    said, _ = applied(table, entries, part.known, part.owners)
+    said = applied(table, entries, part.known, part.owners).values
     keys = {**said, **values}
     return {key: values.get(key) for key in keys if repr(said.get(key)) != repr(values.get(key))}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 LINE = re.compile(r"([^:\s]*): (\S+(?: \S+)*)")
@@ -65,8 +65,9 @@ def joined(module: str, name: str, separator: str) -> str:
     return f"{module}{separator}{name}" if module or separator == OPERATORS else name
 
 
-def lines_for(chosen: Iterable[str], known: Known) -> list[str]:
-    """Lines that name exactly these of the known keys."""
+def lines_for(chosen: Iterable[str], known: Known, others: Set[str] = frozenset()) -> list[str]:
+    """Lines that name exactly these of the known keys, and perhaps some `others`, which are named by their numbers
+    elsewhere."""
     by_module: dict[str, list[str]] = defaultdict(list)
     lines: list[str] = []
     for key in chosen:
@@ -78,7 +79,7 @@ def lines_for(chosen: Iterable[str], known: Known) -> list[str]:
     beside: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     for module, names in by_module.items():
         parent, dot, last = module.rpartition(".")
-        short = tuple(_short(names, known.names[module])) if known.separator == OPERATORS else tuple(names)
+        short = tuple(_short(module, names, known, others)) if known.separator == OPERATORS else tuple(names)
         beside[f"{parent}{dot}", short].append(last)
     for (parent, names), modules in beside.items():
         lines.append(f"{parent}{_together(parent, modules, names, known)}: {' '.join(names)}")
@@ -95,9 +96,9 @@ def _together(parent: str, modules: Sequence[str], names: Sequence[str], known: 
     return ",".join(modules)
 
 
-def _short(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
+def _short(module: str, names: Sequence[str], known: Known, others: Set[str]) -> list[str]:
     """`mul` for all operators mul#0, mul#1 ... of a module, unless some are left."""
-    left = {_kind(name) for name in set(all_names).difference(names)}
+    left = {_kind(name) for name in known.names[module] if name not in names and f"{module}/{name}" not in others}
     return list(dict.fromkeys(name if _kind(name) in left or not _kind(name) else _kind(name) for name in names))
 
 

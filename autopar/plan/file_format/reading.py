@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar.hints.module_paths import near
@@ -39,7 +40,9 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """As far as it can be read; what cannot goes into `problems`."""
     data = dict(data)
     layers = _Layers(data.pop(_LAYERS, {}), problems)
-    collectives = Collectives.read_groups(data.pop(_COLLECTIVES, {}), problems)
+    collectives = Collectives.read_groups(data.pop(_COLLECTIVES, []), problems)
+    if isinstance(data.get("stages"), list):
+        data["stages"] = list(_in_turn(data["stages"]))
     with_figures(data, problems)
     if "devices" in data:
         data["devices"] = each_device(data["devices"])
@@ -57,6 +60,15 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         ]
         _read_shardings(data["stages"], layers, collectives, problems)
     return data
+
+
+def _in_turn(stages: Sequence[Any]) -> Iterator[Any]:
+    """Stages without devices have in turn those of the first ones."""
+    first = list(itertools.takewhile(lambda stage: isinstance(stage, dict) and "devices" in stage, stages))
+    for number, stage in enumerate(stages):
+        if isinstance(stage, dict) and first:
+            stage = {"devices": first[number % len(first)]["devices"], **stage}
+        yield stage
 
 
 def _runner_up(one: Any) -> Any:
@@ -185,11 +197,13 @@ class _Layers:
         """What a definition says of a stage's part of a layer."""
         parent = part.layer.parent
         entries = self.tables.get(parent, {}).get(table.name, {}).get(name, [])
-        found, hits = applied(table, entries, part.known, part.owners)
+        said = applied(table, entries, part.known, part.owners)
         mine = self._hits.setdefault((parent, table.name, name), {})
-        for line, one, hit in hits:
+        for line, one, hit in said.hits:
             mine[line, one] = mine.get((line, one), False) or hit
-        return out_of_layer(table, found, part.layer)
+        place = f"{_LAYERS}['{parent}'].{table.name}.{name}"
+        self._problems += (text for key in said.twice if (text := _twice(place, key)) not in self._problems)
+        return out_of_layer(table, said.values, part.layer)
 
     def check_names(self, parts: Mapping[str, Sequence[Part]]) -> None:
         """Refuse names of definitions that no operator of these layers has. `parts`: by parent."""
@@ -282,7 +296,8 @@ def _read_table(
             found |= layers.values(table, name, part)
         entries = _entries(table, value, place, problems)
         known = Known.of([*operators, OUTPUTS], OPERATORS)
-        own, hits = applied(table, entries, known)
+        own, hits, twice = applied(table, entries, known)
+        problems += (_twice(place, key) for key in twice)
         for line, name, hit in hits:
             if not hit and operators:
                 problems.append(f"{place}: '{line}': the stage has no operator '{name}'{near(name, _all_names(operators))}")
@@ -291,6 +306,10 @@ def _read_table(
         pairs = list(out_of_modules(table, dict(pairs)).items())
     if pairs or table.name in sharding:
         sharding[table.name] = table.flat(pairs) if pairs or len(problems) == n else UNREADABLE
+
+
+def _twice(place: str, key: str) -> str:
+    return f"{place}: '{key}' stands there with two values; it has one"
 
 
 def _all_names(operators: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ A table whose rows are in another order, or of operators that the stage does not
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +62,25 @@ def compact(table: Table, values: Mapping[str, Value], known: Known) -> Any:
     for key, value in values.items():
         keys[_kind_of(value)].append(key)
     known = known._replace(separator=table.separator)
-    return table.write([(lines_for(mine, known), value[1]) for value, mine in keys.items()])
+    exact = set() if table.adds or table.separator == PARAMETERS else _by_number(keys, known)
+    return table.write([(lines_for(mine, known, exact.difference(mine)), value[1]) for value, mine in keys.items()])
+
+
+def _by_number(keys: Mapping[Any, list[str]], known: Known) -> set[str]:
+    """Operators that are named by their numbers since most others of their kind, in the same module, have another
+    value: a line may then name the kind."""
+    value_of = {key: value for value, mine in keys.items() for key in mine}
+    found: set[str] = set()
+    for module, names in known.names.items():
+        kinds: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            kinds[name.rpartition("#")[0]].append(f"{module}/{name}")
+        for mine in kinds.values():
+            if all(key in value_of for key in mine):
+                usual, times = Counter(value_of[key] for key in mine).most_common(1)[0]
+                if len(mine) > 2 * (len(mine) - times):
+                    found |= {key for key in mine if value_of[key] != usual}
+    return found
 
 
 def _kind_of(value: Value) -> tuple[str, Value]:

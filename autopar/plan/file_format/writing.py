@@ -28,6 +28,7 @@ from autopar.plan.file_format.short_values import devices_in_rows, short_descrip
 from autopar.plan.file_format.tables import EXCHANGES, ROWS, TABLES, Table, compact
 from autopar.plan.file_format.transfers import short_transfers
 from autopar.plan.recompute import NAMES, RECOMPUTE, Recompute, recompute_flags
+from autopar.plan.validation import rounds
 from autopar.sharding.stage_sharding import totals
 
 _FIRST = ("n_microbatches", "schedule", "batch_size", "training", "predicted_step_time")  # in a file, before the stages
@@ -56,6 +57,9 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
     for parent, mine in tables.items():
         layers.setdefault(parent, {}).update(mine)
     shared = {**take_figures(stages), "layers": layers, "collectives": collectives}
+    turns = rounds([tuple(stage["devices"]) for stage in stages])
+    for stage in stages[turns or len(stages) :]:
+        del stage["devices"]  # in turn those of the first stages
     first = {name: flat[name] for name in _FIRST if name in flat and not (name == "training" and flat[name])}
     rest = {name: value for name, value in flat.items() if name not in (*_FIRST, "stages")}
     return {**first, "stages": stages, **{name: value for name, value in shared.items() if value}, **_short(rest)}
@@ -86,7 +90,7 @@ def _short(rest: dict[str, Any]) -> dict[str, Any]:
 
 def _write_shardings(
     stages: Sequence[dict[str, Any]], operators: Sequence[list[str]]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+) -> tuple[dict[str, dict[str, Any]], list[list[Any]]]:
     """Put shorter shardings into the stages, and return what is written of layers, by parent and table, and
     collectives."""
     collectives = Collectives()

@@ -1,11 +1,11 @@
 """The collectives of a plan file: each is written once, and named by its number wherever it happens.
 
-"collectives": [[0, "all_reduce tensor backward", 262144, 7.1e-06, 8192, 1.4e-08]]            0 and 1, bytes and seconds
-"exchanges": [["layers.3.mlp.up: linear", "layers.3.norm/mul#1", 0], ...]                        operators, tensor, numbers
+"collectives": [[0, "all_reduce tensor backward", 262144, 7.1e-06, 8192, 1.4e-08]]       0 and 1: bytes and seconds
+"exchanges": [["layers.3.mlp.up: linear", "layers.3.norm/mul#1", 0], ...]                operators, tensor, numbers
 
 A row may have several kinds of collectives, each with these bytes and seconds: first all of the first kind, then all of
-the second one. Collectives of equal bytes and seconds that always follow one another have one number: the gradients of a parameter are
-reduced, and then its parts gathered. Formats 3 to 5 have a list with a row for each.
+the second one. Collectives of equal bytes and seconds that always follow one another have one number: the gradients of
+a parameter are reduced, and then its parts gathered. Formats 3 to 5 have a list with a row for each.
 
 [2, "reduce_scatter data backward once, all_gather once", 8192, 1.4e-08]
 """

@@ -2,8 +2,9 @@
 
 "layers": {"model.layers": {"strategies": {"A": {"S0 R -> S0": "mlp.gate,up: linear", "S0 S0 -> S0": ": add"}}}}
 
-Lines name what lies in the layer. In tensors, `@` is the layer, and `@-1` the one before it. A definition holds for the operators of a layer that a stage has: where a stage ends inside of a layer,
-both stages have the layer "as A". A parameter belongs to the stage that has the last operator of its module.
+Lines name what lies in the layer. In tensors, `@` is the layer, and `@-1` the one before it. A definition holds for the
+operators of a layer that a stage has: where a stage ends inside of a layer, both stages have the layer "as A". A
+parameter belongs to the stage that has the last operator of its module.
 """
 
 from __future__ import annotations
@@ -102,11 +103,15 @@ def differences(table: Table, values: Values, entries: Sequence[Entry], part: Pa
 
 def in_layer(table: Table, values: Mapping[str, Value], layer: Layer) -> Values:
     """Keys as they are called inside of the layer, and tensors with `@`."""
-    return {inside(key, layer): _each_tensor(table, value, lambda t: relative(t, layer)) for key, value in values.items()}
+    return {
+        inside(key, layer): _each_tensor(table, value, lambda t: relative(t, layer)) for key, value in values.items()
+    }
 
 
 def out_of_layer(table: Table, values: Mapping[str, Value], layer: Layer) -> Values:
-    return {outside(key, layer): _each_tensor(table, value, lambda t: absolute(t, layer)) for key, value in values.items()}
+    return {
+        outside(key, layer): _each_tensor(table, value, lambda t: absolute(t, layer)) for key, value in values.items()
+    }
 
 
 def in_modules(table: Table, values: Mapping[str, Value]) -> Values:

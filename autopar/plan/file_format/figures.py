@@ -29,7 +29,7 @@ _Cell = tuple[type, Any] | None  # 1 and 1.0 are equal, but are not written alik
 
 
 def take_figures(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """"every_stage" and "figures", if any; these numbers are taken out of the stages."""
+    """ "every_stage" and "figures", if any; these numbers are taken out of the stages."""
     _leave_out(stages)
     numbers = (name for stage in stages for name, value in stage.items() if type(value) in (int, float))
     said_none = {name for stage in stages for name, value in stage.items() if value is None}
@@ -41,10 +41,10 @@ def take_figures(stages: list[dict[str, Any]]) -> dict[str, Any]:
         for name in names
     }
     chosen = _chosen(names, columns, apart)
-    found: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
     every = {name: value[1] for name, value in usual.items() if name not in chosen} | _settings(stages)
     if every:
-        found[EVERY] = every
+        shared[EVERY] = every
     for stage in stages:
         for name in every:
             if repr(stage.get(name)) == repr(every[name]):
@@ -52,8 +52,8 @@ def take_figures(stages: list[dict[str, Any]]) -> dict[str, Any]:
             elif name == _RECOMPUTE:
                 stage.setdefault(name, NAMES[Recompute.NONE])
     if chosen:
-        found[FIGURES] = _table(stages, chosen, columns)
-    return found
+        shared[FIGURES] = _table(stages, chosen, columns)
+    return shared
 
 
 def _settings(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -63,7 +63,9 @@ def _settings(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         values = {repr(stage[name]): stage[name] for stage in stages if name in stage}
         times = Counter(repr(stage.get(name)) for stage in stages)
         usual = max(values, key=lambda text: times[text], default="")
-        if 2 * times[usual] > len(stages) > 1 and (name == _RECOMPUTE or len(stages) == sum(times[text] for text in values)):
+        if 2 * times[usual] > len(stages) > 1 and (
+            name == _RECOMPUTE or len(stages) == sum(times[text] for text in values)
+        ):
             found[name] = values[usual]
     return found
 
@@ -129,7 +131,14 @@ def _chosen(names: Sequence[str], columns: dict[str, list[_Cell]], apart: dict[s
         if not some:
             return length
         cells = sum(_length(cell) + 2 for row in rows for cell in row)
-        return length + cells + sum(len(name) + 4 for name in some) + _ROW * len(rows) + _USE * len(columns[names[0]]) + _TABLE
+        return (
+            length
+            + cells
+            + sum(len(name) + 4 for name in some)
+            + _ROW * len(rows)
+            + _USE * len(columns[names[0]])
+            + _TABLE
+        )
 
     chosen = list(names)
     best = cost(chosen)
@@ -171,7 +180,9 @@ def with_figures(data: dict[str, Any], problems: list[str]) -> None:
             stage = dict(stage)
             name = stage.pop(FIGURES, None)
             if name is not None and (not isinstance(name, str) or name not in rows):
-                problems.append(f"stages[{number}].{FIGURES} must name a row of '{FIGURES}', got {name!r}{near(str(name), rows)}")
+                problems.append(
+                    f"stages[{number}].{FIGURES} must name a row of '{FIGURES}', got {name!r}{near(str(name), rows)}"
+                )
             stage = {**every, **(rows.get(name, {}) if isinstance(name, str) else {}), **stage}
         stages.append(stage)
     known = [stage for stage in stages if isinstance(stage, dict)]

@@ -11,16 +11,28 @@ _DEEPEST = 2  # levels whose brackets have lines of their own; those inside stan
 
 
 def json_text(value: Any, depth: int = 0) -> str:
-    """`value` as JSON. What the outermost object's values hold is indented by one space. Raises ValueError for NaN and infinities."""
-    numbers = isinstance(value, list) and any(type(item) is float for item in value)
-    line = json.dumps(value, allow_nan=False, separators=(",", ":") if numbers else None)
+    """`value` as JSON. What the outermost object's values hold is indented by one space. Raises ValueError for NaN."""
+    line = _line(value)
     if len(line) + depth <= _WIDTH or not isinstance(value, (dict, list)) or not value:
         return line
     if isinstance(value, dict):
         parts = [f"{json.dumps(name)}: {json_text(item, depth + 1)}" for name, item in value.items()]
         return _block("{", _filled(parts, depth), "}", depth)
     parts = [json_text(item, depth + 1) for item in value]
-    return _block("[", _filled(parts, depth, "," if numbers else ", "), "]", depth)
+    return _block("[", _filled(parts, depth, _comma(value)), "]", depth)
+
+
+def _line(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(name)}: {_line(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{_comma(value).join(map(_line, value))}]"
+    return json.dumps(value, allow_nan=False)
+
+
+def _comma(items: list[Any]) -> str:
+    """Long numbers stand close together."""
+    return "," if any(type(item) is float for item in items) else ", "
 
 
 def _block(opening: str, parts: list[str], closing: str, depth: int) -> str:

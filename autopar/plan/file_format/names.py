@@ -10,7 +10,6 @@ line                                        names
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -48,9 +47,11 @@ class Known(NamedTuple):
         before, _, after = last.partition("*")
         for module, mine in self.names.items():
             own_parent, _, name = module.rpartition(".")
-            if own_parent == parent and len(name) >= len(last) - 1 and name.startswith(before) and name.endswith(after):
-                if self.separator == PARAMETERS or any(one in names or _kind(one) in names for one in mine):
-                    found.append(module)
+            beside = own_parent == parent and len(name) >= len(last) - 1
+            if not beside or not name.startswith(before) or not name.endswith(after):
+                continue
+            if self.separator == PARAMETERS or any(one in names or _kind(one) in names for one in mine):
+                found.append(module)
         return found
 
 
@@ -79,21 +80,30 @@ def lines_for(chosen: Iterable[str], known: Known, others: Set[str] = frozenset(
     beside: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     for module, names in by_module.items():
         parent, dot, last = module.rpartition(".")
-        short = tuple(_short(module, names, known, others)) if known.separator == OPERATORS else tuple(names)
-        beside[f"{parent}{dot}", short].append(last)
-    for (parent, names), modules in beside.items():
-        lines.append(f"{parent}{_together(parent, modules, names, known)}: {' '.join(names)}")
+        short = _short(module, names, known, others) if known.separator == OPERATORS else names
+        beside[f"{parent}{dot}", tuple(short)].append(last)
+    for (parent, some), modules in beside.items():
+        lines.append(f"{parent}{_together(parent, modules, some, known)}: {' '.join(some)}")
     return lines
 
 
 def _together(parent: str, modules: Sequence[str], names: Sequence[str], known: Known) -> str:
     """`*_norm` of modules beside each other, if no other one there would be named; or `gate,up`."""
-    ends = (os.path.commonprefix([module[::-1] for module in modules])[::-1], os.path.commonprefix(list(modules)))
-    patterns = [f"*{ends[0]}", f"{ends[1]}*"] if len(modules) > 1 else []
+    before, after = _common(modules), _common([module[::-1] for module in modules])[::-1]
+    patterns = [f"*{after}", f"{before}*"] if len(modules) > 1 else []
     for pattern in sorted(patterns, key=len, reverse=True):
-        if len(pattern) > _FEWEST and set(known.matching(f"{parent}{pattern}", names)) == {f"{parent}{m}" for m in modules}:
+        if len(pattern) > _FEWEST and set(known.matching(f"{parent}{pattern}", names)) == {
+            f"{parent}{m}" for m in modules
+        }:
             return pattern
     return ",".join(modules)
+
+
+def _common(texts: Sequence[str]) -> str:
+    """What all texts begin with."""
+    first, last = min(texts), max(texts)
+    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:n]
 
 
 def _short(module: str, names: Sequence[str], known: Known, others: Set[str]) -> list[str]:

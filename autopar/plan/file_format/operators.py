@@ -111,7 +111,9 @@ def _line(first: FoldedLayers, last: FoldedLayers, definitions: Mapping[str, Def
     path = replace(first, last=last.last).path
     name = f" as {first.definition}" if first.definition != DEFAULT else ""
     return (
-        f"{path}{name}" + f" from {labels[start]}" * (start > 0) + (f" before {labels[stop]}" if stop is not None else "")
+        f"{path}{name}"
+        + f" from {labels[start]}" * (start > 0)
+        + (f" before {labels[stop]}" if stop is not None else "")
     )
 
 

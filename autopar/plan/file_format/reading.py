@@ -21,7 +21,7 @@ from autopar.plan.file_format.definitions import (
 from autopar.plan.file_format.fields import UNREADABLE, operator_lines
 from autopar.plan.file_format.figures import with_figures
 from autopar.plan.file_format.folding import Layer, layer_of
-from autopar.plan.file_format.names import OPERATORS, PARAMETERS, Known
+from autopar.plan.file_format.names import OPERATORS, Known
 from autopar.plan.file_format.operators import LAYERS, OperatorLines, range_of
 from autopar.plan.file_format.order import OUTPUTS, layers_as, ordered
 from autopar.plan.file_format.shared_layers import OF
@@ -73,9 +73,11 @@ def _in_turn(stages: Sequence[Any]) -> Iterator[Any]:
 
 def _runner_up(one: Any) -> Any:
     """[description, step_time]"""
-    if not isinstance(one, list) or len(one) != 2 or not isinstance(one[0], str):
+    if not isinstance(one, list) or len(one) != 2:
         return one
-    return {"description": long_description(one[0]), "step_time": one[1]}
+    description, seconds = one
+    text = long_description(description) if isinstance(description, str) else description
+    return {"description": text, "step_time": seconds}
 
 
 def _stage(stage: dict[str, Any], where: str, layers: _Layers, problems: list[str]) -> dict[str, Any]:
@@ -158,7 +160,9 @@ class _Layers:
         if isinstance(text, str):
             found = dict.fromkeys(layers_as(text, operators, self.tables), text)
             if not found:
-                self._problems.append(f"{where}: '{_LAYERS}' defines nothing '{text}' of this stage's layers{self._known()}")
+                self._problems.append(
+                    f"{where}: '{_LAYERS}' defines nothing '{text}' of this stage's layers{self._known()}"
+                )
             return found
         if not isinstance(text, dict):
             self._problems.append(f"{where} must be like 'A' or {{'model.layers.0-7': 'A'}}, got {text!r}")
@@ -169,9 +173,13 @@ class _Layers:
             match = LAYERS.fullmatch(path)
             parent = match["parent"] or "" if match is not None else ""
             if match is None or not isinstance(name, str):
-                self._problems.append(f"{where} must be like 'A' or {{'model.layers.0-7': 'A'}}, got {path!r}: {name!r}")
+                self._problems.append(
+                    f"{where} must be like 'A' or {{'model.layers.0-7': 'A'}}, got {path!r}: {name!r}"
+                )
             elif not any(name in definitions for definitions in self.tables.get(parent, {}).values()):
-                self._problems.append(f"{where}: '{_LAYERS}' defines nothing '{name}' of layers of '{parent}'{self._known()}")
+                self._problems.append(
+                    f"{where}: '{_LAYERS}' defines nothing '{name}' of layers of '{parent}'{self._known()}"
+                )
             else:
                 try:
                     mine = [Layer(parent, number) for number in range_of(match)]
@@ -212,9 +220,8 @@ class _Layers:
             known |= {key.rpartition("#")[0] for key in known}
             for (line, one), hit in hits.items():
                 if not hit and one not in known:
-                    self._problems.append(
-                        f"{_LAYERS}['{parent}'].{table}.{name}: '{line}': these layers have no operator '{one}'{near(one, known)}"
-                    )
+                    place = f"{_LAYERS}['{parent}'].{table}.{name}"
+                    self._problems.append(f"{place}: '{line}': these layers have no operator '{one}'{near(one, known)}")
 
 
 def _deepest(operators: Sequence[str]) -> int:
@@ -241,8 +248,7 @@ def _entries(table: Table, value: Any, where: str, problems: list[str]) -> list[
 def _read_shardings(stages: list[Any], layers: _Layers, collectives: Collectives, problems: list[str]) -> None:
     """Put the tables of format 2 into the shardings, and lines of operators into the stages."""
     operators = [
-        mine if isinstance(stage, dict) and isinstance(mine := stage.get(_OPERATORS), _Keys) else []
-        for stage in stages
+        mine if isinstance(stage, dict) and isinstance(mine := stage.get(_OPERATORS), _Keys) else [] for stage in stages
     ]
     last = last_operators(operators)
     parts: dict[str, list[Part]] = {}
@@ -300,7 +306,9 @@ def _read_table(
         problems += (_twice(place, key) for key in twice)
         for line, name, hit in hits:
             if not hit and operators:
-                problems.append(f"{place}: '{line}': the stage has no operator '{name}'{near(name, _all_names(operators))}")
+                problems.append(
+                    f"{place}: '{line}': the stage has no operator '{name}'{near(name, _all_names(operators))}"
+                )
         found |= own
         pairs = ordered(table, [(key, one) for key, one in found.items() if one is not None], operators)
         pairs = list(out_of_modules(table, dict(pairs)).items())

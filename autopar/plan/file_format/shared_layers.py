@@ -105,11 +105,11 @@ def _define(pieces: Sequence[Mapping[Layer, _Piece]], found: dict[str, dict[str,
         alike = {piece.content: piece for layer, mine in held.items() if layer.parent == parent for piece in mine}
         whole: Counter[_Content] = Counter()
         models: dict[_Content, _Piece] = {}
-        for layer, mine in held.items():
+        for layer, parts in held.items():
             if layer.parent == parent:
-                content = tuple(piece.content for piece in mine)
+                content = tuple(piece.content for piece in parts)
                 whole[content] += 1
-                models.setdefault(content, mine[0] if len(mine) == 1 else _whole(mine))
+                models.setdefault(content, parts[0] if len(parts) == 1 else _whole(parts))
         offers = [_definition(models[content]) for content, _ in whole.most_common(_MOST_COMPARED)]
         offers = [one for one in offers if one.tables]
         known = found[parent]

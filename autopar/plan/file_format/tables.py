@@ -7,10 +7,11 @@ redistributions   (tensor, shared steps, own steps) ..   [["norm/mul#0", "", "S0
 exchanges         (tensor, numbers of collectives) ..    [["mlp.up: linear", "norm/mul#0", 1, ".weight", 2, 3]]
 repeated          seconds                                [[1e-6, "mlp: mul#0", "norm: add"]]
 
-Lines are those of `names.py`. A tensor `.weight` is that of the operator's module, and of redistributions "" stands for
-where the readers' own steps begin, or for where the shared ones end; "S0 > R, back" has the gradient go back the same way, "P > S0". Operators with equal rows have one; a reader puts rows in the order of the stage's
-operators. An operator that has nothing although its layer's definition says so: "none", or a row without values.
-A table whose rows are in another order, or of operators that the stage does not have, is {"rows": [...]}, with all.
+Lines are those of `names.py`. A tensor `.weight` is that of the operator's module. Of redistributions, "" stands for
+where the readers' own steps begin, or for where the shared ones end, and "S0 > R, back" has the gradient go back the
+same way, "P > S0". A reader puts rows in the order of the stage's operators. An operator that has nothing although its
+layer's definition says so: "none", or a row without values. A table whose rows are in another order, or of operators
+that the stage does not have, is {"rows": [...]}, with all.
 """
 
 from __future__ import annotations
@@ -102,8 +103,11 @@ def _read_texts(value: Any) -> Iterator[Entry | Wrong]:
     for text, lines in value.items():
         each = lines if isinstance(lines, list) else [lines]
         wrong = [line for line in each if not isinstance(line, str)]
+        turned = [line for line in each if isinstance(line, str) and " -> " in line]
         if wrong:
             yield Wrong(f" must be an object from placements such as 'S0R' to names, got {wrong[0]!r} for '{text}'")
+        elif turned:
+            yield Wrong(f" has names before placements; write '{turned[0]}': '{text}'")
         else:
             yield from (Entry(line, None if text == NOTHING else text) for line in each)
 

@@ -7,6 +7,7 @@ The target is left out where it is the next stage, and the bytes of gradients wh
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ _ENDS = ("source", "target")
 def short_transfers(transfers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Transfers of format 2, shorter."""
     ends = [_ends(one) for one in transfers]
-    in_order = all(a < b for a, b in zip(ends, ends[1:], strict=False))
+    in_order = all(a < b for a, b in itertools.pairwise(ends))
     runs: dict[str, list[tuple[int, int]]] = {}
     rest: dict[str, dict[str, Any]] = {}
     for number, one in enumerate(transfers):
@@ -64,8 +65,8 @@ def _texts(ends: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def each_transfer(transfers: Sequence[Any], problems: list[str], *, in_order: bool = True) -> list[Any]:
-    """The transfers of runs, with their backward bytes. `in_order`: by their stages, where there are any runs, and to the next
-    stage, where no target is said."""
+    """The transfers of runs, with their backward bytes. `in_order`: by their stages, where there are any runs, and to
+    the next stage, where no target is said."""
     found: list[Any] = []
     any_runs = False
     for index, one in enumerate(transfers):
@@ -89,7 +90,11 @@ def each_transfer(transfers: Sequence[Any], problems: list[str], *, in_order: bo
             )
             continue
         found += [{**one, "source": a, "target": b} for a, b in zip(sources, targets, strict=True)]
-    if any_runs and in_order and all(isinstance(one, dict) and all(type(one.get(e)) is int for e in _ENDS) for one in found):
+    if (
+        any_runs
+        and in_order
+        and all(isinstance(one, dict) and all(type(one.get(e)) is int for e in _ENDS) for one in found)
+    ):
         found.sort(key=_ends)
     return found
 

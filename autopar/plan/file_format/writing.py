@@ -2,8 +2,8 @@
 
 field of format 2                                     here
 operators                                             ranges of layers (`operators.py`)
-strategies, parameters, redistributions, exchanges,   lines for several operators (`names.py`, `tables.py`), and of layers
-repeated                                              "layers": "A", definitions under "layers" (`definitions.py`)
+strategies, parameters, redistributions, exchanges,   lines for several operators (`names.py`, `tables.py`); of layers,
+repeated                                              "layers": "A" and definitions under "layers" (`definitions.py`)
 numbers of stages                                     "every_stage" and "figures" (`figures.py`)
 exchanges [{"collective": "all_reduce", ...}, ...]    "exchanges": [[operators, tensor, 3], ...]: collectives[3]
 recompute, selective, layerwise, keeps_products       "recompute": "full", as `Plan.by_hand` calls it
@@ -25,7 +25,7 @@ from autopar.plan.file_format.operators import folded_operators, keys_of
 from autopar.plan.file_format.order import in_order, layers_as
 from autopar.plan.file_format.shared_layers import Sharded, fold_shardings, paths_of
 from autopar.plan.file_format.short_values import devices_in_rows, short_description
-from autopar.plan.file_format.tables import EXCHANGES, ROWS, TABLES, Table, compact
+from autopar.plan.file_format.tables import EXCHANGES, ROWS, TABLES, compact
 from autopar.plan.file_format.transfers import short_transfers
 from autopar.plan.recompute import NAMES, RECOMPUTE, Recompute, recompute_flags
 from autopar.plan.validation import rounds
@@ -54,8 +54,8 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
     for parent, definitions in defined.items():
         layers.setdefault(parent, {})["operators"] = definitions
     tables, collectives = _write_shardings(stages, operators)
-    for parent, mine in tables.items():
-        layers.setdefault(parent, {}).update(mine)
+    for parent, fields in tables.items():
+        layers.setdefault(parent, {}).update(fields)
     shared = {**take_figures(stages), "layers": layers, "collectives": collectives}
     turns = rounds([tuple(stage["devices"]) for stage in stages])
     for stage in stages[turns or len(stages) :]:
@@ -136,7 +136,7 @@ def _sharding(sharding: dict[str, Any], mine: Sharded, definitions: dict[str, An
 def short_layers(mine: Sharded, definitions: dict[str, Any]) -> Any:
     """ "A" if all layers are as A."""
     names = list(dict.fromkeys(mine.layers.values()))
-    whole = {layer: names[0] for layer in layers_as(names[0], mine.operators, definitions)}
+    whole = dict.fromkeys(layers_as(names[0], mine.operators, definitions), names[0])
     return names[0] if whole == mine.layers else paths_of(mine.layers)
 
 

@@ -187,7 +187,7 @@ def apart() -> Plan:
         (put(*SHARDING, "layers", 3), "stages[1].sharding.layers must be like 'A' or {'model.layers.0-7': 'A'}, got 3"),
         (
             put(*SHARDING, "layers", "C"),
-            "stages[1].sharding.layers: 'layers' defines nothing 'C' of this stage's layers; it has A of 'model.layers'",
+            "stages[1].sharding.layers: 'layers' defines nothing 'C' of this stage's layers; it has A of 'model.",
         ),
         (
             put(*SHARDING, "layers", {"model.layers.4-7": "C"}),

@@ -261,7 +261,8 @@ def _read_shardings(stages: list[Any], layers: _Layers, collectives: Collectives
             mine = []
             if _LAYERS in sharding:
                 named_layers = layers.of(sharding.pop(_LAYERS), keys, f"{where}{_LAYERS}")
-                mine = [(_part(layer, keys, last), name) for layer, name in named_layers.items()]
+                held = dict(pair for level in range(_deepest(keys)) for pair in by_layer(keys, level).items())
+                mine = [(Part.of(layer, held.get(layer, ()), last), name) for layer, name in named_layers.items()]
             for part, _ in mine:
                 parts.setdefault(part.layer.parent, []).append(part)
             for table in TABLES:
@@ -274,11 +275,6 @@ def _read_shardings(stages: list[Any], layers: _Layers, collectives: Collectives
         if isinstance(stage.get(_OPERATORS), _Keys):
             stage[_OPERATORS] = operator_lines(keys)
     layers.check_names(parts)
-
-
-def _part(layer: Layer, keys: Sequence[str], last: Mapping[str, str]) -> Part:
-    inside = f"{layer}."
-    return Part.of(layer, [key for key in keys if key.startswith((inside, f"{layer}/"))], last)
 
 
 def _read_table(

@@ -68,10 +68,7 @@ def fold_shardings(stages: Sequence[Sharded], plan: Sequence[Sequence[str]]) -> 
     found: dict[str, dict[str, _Definition]] = defaultdict(dict)
     level = 0
     while any(layer_of(key, level) for keys in left for key in keys):
-        pieces = [
-            {layer: _piece(stage, layer, keys, level, last) for layer, keys in by_layer(mine, level).items()}
-            for stage, mine in zip(stages, left, strict=True)
-        ]
+        pieces = [_pieces(stage, mine, level, last) for stage, mine in zip(stages, left, strict=True)]
         _define(pieces, found)
         for index, mine in enumerate(pieces):
             for layer, piece in mine.items():
@@ -81,17 +78,19 @@ def fold_shardings(stages: Sequence[Sharded], plan: Sequence[Sequence[str]]) -> 
     return {parent: _by_table(definitions) for parent, definitions in found.items()}
 
 
-def _piece(stage: Sharded, layer: Layer, keys: Sequence[str], level: int, last: Mapping[str, str]) -> _Piece:
-    mine = {
-        table.name: in_layer(
-            table,
-            {key: value for key, value in stage.own[table.name].items() if layer_of(key, level) == layer},
-            layer,
-        )
-        for table in TABLES
-        if table.name in stage.own
-    }
-    return _Piece(Part.of(layer, keys, last), mine)
+def _pieces(stage: Sharded, operators: Sequence[str], level: int, last: Mapping[str, str]) -> dict[Layer, _Piece]:
+    """What a stage has of its layers."""
+    rows: dict[Layer, Tables] = defaultdict(lambda: defaultdict(dict))
+    for name, values in stage.own.items():
+        for key, value in values.items():
+            layer = layer_of(key, level)
+            if layer is not None:
+                rows[layer][name][key] = value
+    found = {}
+    for layer, keys in by_layer(operators, level).items():
+        mine = {t.name: in_layer(t, rows[layer].get(t.name, {}), layer) for t in TABLES if t.name in stage.own}
+        found[layer] = _Piece(Part.of(layer, keys, last), mine)
+    return found
 
 
 def _define(pieces: Sequence[Mapping[Layer, _Piece]], found: dict[str, dict[str, _Definition]]) -> None:

@@ -30,7 +30,7 @@ from autopar.doctor.command import doctor
 from autopar.options import AHEAD_ONLY, COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.exits.tools import TOOLS, configuration_for
 from autopar.report.comparison_figure import check_figure
-from autopar.report.plan_report.subject import Wanted
+from autopar.report.plan_report.subject import ReportOptions
 from autopar.runtime.other_systems.catalogue import SYSTEMS
 
 app = typer.Typer(
@@ -208,7 +208,7 @@ def plan(
     for name, value in for_report.items():
         if value is not None and html is None:
             raise typer.BadParameter("it is for the report: give --html as well", param_hint=name)
-    Wanted(samples_per_epoch=samples_per_epoch, price_per_device_hour=price_per_device_hour)  # checks both
+    ReportOptions(samples_per_epoch=samples_per_epoch, price_per_device_hour=price_per_device_hour)  # checks both
     place, given_plan = _devices(devices, cluster, nodes), None if given is None else Plan.load(given)
     best = autopar.plan(devices=place, plan=given_plan, **options, **load_call(factory))
     if save is not None:

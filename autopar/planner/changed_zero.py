@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan, with_notes
 from autopar.planner.hand_plan.replicas_on_meshes import ARE_A_MESH, replicas_on_meshes
-from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.inter_op.meshes import mesh_program_of
 from autopar.planner.plan_ahead import priced_ahead
 from autopar.planner.price_sharded import at_zero
 from autopar.planner.pricers import Pricer
@@ -32,7 +32,7 @@ def at_zero_ahead(plan: Plan, zero: int, example: Example, cluster: Cluster, opt
     recipe = recipe_of(example, options)
     example, _ = search_options(example, options, len(cluster.devices))
     costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches)
-    return at_zero(plan, zero, example, costs, subject_of(example, options.optimizer_name))
+    return at_zero(plan, zero, example, costs, mesh_program_of(example, options.optimizer_name))
 
 
 def at_zero_at_hand(plan: Plan, zero: int, example: Example, devices: Sequence[Device], options: PlanOptions) -> Plan:

@@ -20,7 +20,7 @@ from autopar.sharding.stage_sharding import Exchange
 
 
 @dataclass(frozen=True)
-class Collectives:
+class PassCollective:
     """Collectives of one kind in a pass."""
 
     name: str  # "all-reduce along tensor"
@@ -50,7 +50,7 @@ class PassCollectives:
     def in_stage(self, stage: int) -> bool:
         return any(self._of[stage][0].values())
 
-    def of(self, event: Event) -> tuple[float, list[Collectives]]:
+    def of(self, event: Event) -> tuple[float, list[PassCollective]]:
         """When the action stops computing, and its collectives, one after another until its end.
 
         They take no longer than the action: a saved plan may contradict itself.
@@ -64,7 +64,7 @@ class PassCollectives:
         begin, found = max(event.start, event.end - fits * total), []
         for place, one in enumerate(mine, 1):
             until = event.end if place == len(mine) else begin + fits * share * one.seconds
-            found.append(Collectives(one.name, one.times, share * one.nbytes, begin, until))
+            found.append(PassCollective(one.name, one.times, share * one.nbytes, begin, until))
             begin = until
         return max(event.start, event.end - fits * total * exposed_share), found
 

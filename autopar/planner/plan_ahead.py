@@ -15,7 +15,7 @@ from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
 from autopar.planner.explainers import explainer_of, with_explainer
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_width, plan_as_sharded
-from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.inter_op.meshes import mesh_program_of
 from autopar.planner.joint_search import plan_jointly
 from autopar.planner.predict import predict_plan
 from autopar.planner.price_sharded import predict_sharded
@@ -43,8 +43,8 @@ def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progres
         priced = _with_prices(hinted, example, cluster, recipe, search, progress)
         return replace(priced, assumed=assumed, work=step_work(example, cluster))
     costs = estimate_costs(example, cluster, recipe, n_microbatches=search.n_microbatches, progress=progress)
-    subject = subject_of(example, options.optimizer_name)
-    best = plan_jointly(costs, search, subject, max_shards=options.max_shards, progress=progress)
+    mesh_program = mesh_program_of(example, options.optimizer_name)
+    best = plan_jointly(costs, search, mesh_program, max_shards=options.max_shards, progress=progress)
     note = f"estimated from the data sheets of {cluster.title}, not measured"
     notes = (note, *example.program.uncaptured, *best.notes)
     return replace(
@@ -66,8 +66,8 @@ def priced_ahead(
     example, search = search_options(example, options, len(cluster.devices))
     if any(stage.sharding is not None for stage in plan.stages):
         costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches, progress=progress)
-        subject = subject_of(example, options.optimizer_name)
-        priced = predict_sharded(plan, example, costs, subject, search.conditions)
+        mesh_program = mesh_program_of(example, options.optimizer_name)
+        priced = predict_sharded(plan, example, costs, mesh_program, search.conditions)
     else:
         costs = estimate_costs(example, cluster, recipe, progress=progress)
         priced = predict_plan(plan, example, costs, search.conditions)
@@ -87,6 +87,6 @@ def _with_prices(
     if example.program.batch_size % plan.n_microbatches:
         return plan
     costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches, progress=progress)
-    priced = predict_sharded(plan, example, costs, subject_of(example, search.optimizer), search.conditions)
+    priced = predict_sharded(plan, example, costs, mesh_program_of(example, search.optimizer), search.conditions)
     stages = tuple(replace(a, sharding=b.sharding) for a, b in zip(priced.stages, plan.stages, strict=True))
     return with_explainer(replace(priced, stages=stages), explainer_of(plan))

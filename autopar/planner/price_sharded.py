@@ -23,7 +23,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
-from autopar.planner.inter_op.meshes import Subject, as_measured, subject_of
+from autopar.planner.inter_op.meshes import MeshProgram, as_measured, mesh_program_of
 from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts
 from autopar.planner.intra_op.strategy_search import ShardingProblem
@@ -37,7 +37,9 @@ from autopar.sharding.strategies import OperatorPlacements, Strategy
 _MOST_NAMED = 6  # strategies in a message
 
 
-def predict_sharded(plan: Plan, example: Example, costs: CostGraph, subject: Subject, conditions: Conditions) -> Plan:
+def predict_sharded(
+    plan: Plan, example: Example, costs: CostGraph, mesh_program: MeshProgram, conditions: Conditions
+) -> Plan:
     """`plan` for the example's call on the cluster of `costs`, with its costs filled in.
 
     Raises PlanError where the plan fits neither, and for strategies that an operator does not have.
@@ -48,7 +50,7 @@ def predict_sharded(plan: Plan, example: Example, costs: CostGraph, subject: Sub
             f"{plan.n_microbatches} micro-batches do not divide the batch of {costs.batch_size} samples evenly, which "
             "sharded stages need"
         )
-    pricing = _Pricing(plan, costs, subject)
+    pricing = _Pricing(plan, costs, mesh_program)
     configurations, names = [], []
     for number, stage in enumerate(plan.stages):
         configuration = pricing.configuration(number, stage) if stage.sharding is not None else None
@@ -66,7 +68,7 @@ def predict_any(plan: Plan, example: Example, costs: CostGraph, conditions: Cond
     n = 1 if example.batching.obstacle else plan.n_microbatches
     if not sharded or costs.mesh_cluster is None or costs.batch_size % n:
         return predict_plan(plan, example, costs, conditions)
-    return predict_sharded(plan, example, costs, subject_of(example, conditions.optimizer), conditions)
+    return predict_sharded(plan, example, costs, mesh_program_of(example, conditions.optimizer), conditions)
 
 
 def widest_mesh(plans: Iterable[Plan | None]) -> int:
@@ -74,7 +76,7 @@ def widest_mesh(plans: Iterable[Plan | None]) -> int:
     return max((stage.shards for plan in plans if plan is not None for stage in plan.stages), default=1)
 
 
-def at_zero(plan: Plan, zero: int, example: Example, costs: CostGraph, subject: Subject) -> Plan:
+def at_zero(plan: Plan, zero: int, example: Example, costs: CostGraph, mesh_program: MeshProgram) -> Plan:
     """`plan` with parameters, gradients and states as a stage of ZeRO says, and without predictions.
 
     Stages without replicas stay as they are. Raises PlanError where no stage has replicas along an axis of a mesh.
@@ -85,7 +87,7 @@ def at_zero(plan: Plan, zero: int, example: Example, costs: CostGraph, subject: 
             f"zero={zero} cuts states over replicas, and no stage has any; make the plan with Plan.by_hand(..., "
             f"data=..., zero={zero})"
         )
-    pricing = _Pricing(plan, costs, subject, scatters=zero == 2)
+    pricing = _Pricing(plan, costs, mesh_program, scatters=zero == 2)
     stages = tuple(
         replace(stage, sharding=pricing.at_zero(stage, zero)) if _replica_axes(stage) else stage
         for stage in plan.stages
@@ -100,13 +102,13 @@ def _replica_axes(stage: Stage) -> list[int]:
 class _Pricing:
     """The stage configurations of one plan."""
 
-    def __init__(self, plan: Plan, costs: CostGraph, subject: Subject, *, scatters: bool = False) -> None:
-        self._alone = alone = Folded(subject.module)  # a plan may do equal layers differently
+    def __init__(self, plan: Plan, costs: CostGraph, mesh_program: MeshProgram, *, scatters: bool = False) -> None:
+        self._alone = alone = Folded(mesh_program.module)  # a plan may do equal layers differently
         self._plan, self._costs = plan, costs
-        self._program = subject.program(costs, alone)
+        self._program = mesh_program.program(costs, alone)
         parameters = (stored for stage in plan.stages if stage.sharding for _, stored in stage.sharding.parameters)
         scatters |= any(stored.scattered for stored in parameters)
-        self._task = replace(subject.task(costs, alone, plan.n_microbatches), scatters=scatters)
+        self._task = replace(mesh_program.task(costs, alone, plan.n_microbatches), scatters=scatters)
         self._facts = GraphFacts(self._task)
         self._node_of = {operator.key: name for name, operator in costs.operators.items()}
 

@@ -14,7 +14,7 @@ from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.planner.inter_op.config import MeshChoices
-from autopar.planner.inter_op.meshes import Meshes, subject_of
+from autopar.planner.inter_op.meshes import Meshes, mesh_program_of
 from autopar.planner.search_options import SearchOptions
 from cost_models import Device
 
@@ -73,7 +73,7 @@ def shards_at_hand(
         uneven = f"{m} micro-batches do not divide the batch of {costs.batch_size} samples evenly, which meshes need"
         return AtHand(costs, None, (f"no stage has a mesh: {uneven}",))
     costs = with_shards(costs, max_shards, cache=cache, progress=progress, ranks=ranks)
-    meshes = Meshes(costs, subject_of(example, options.optimizer), options.memory_limit)
+    meshes = Meshes(costs, mesh_program_of(example, options.optimizer), options.memory_limit)
     return AtHand(costs, MeshChoices(meshes, max_shards, progress))
 
 

@@ -22,7 +22,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.device_memory import OWNERS
 from autopar.planner.pass_collectives import PassCollectives
 from autopar.planner.predicted_step import step_of_plan
-from autopar.report.trace_events import COMMUNICATION, COMPUTING, PHASES, Processes, TraceEvent, write
+from autopar.report.trace_events import COMMUNICATION, COMPUTING, PHASES, TraceEvent, TraceProcesses, write
 from autopar.schedule.clock import Action, Event, Phase, Send
 from autopar.schedule.table import held
 from autopar.schedule.timeline import StageMemory, Timeline
@@ -37,11 +37,11 @@ def _(plan: Plan, path: Path, rank: int | None) -> None:
         raise InputError(
             "the plan has no predicted times; price it first: autopar.plan(model, devices, plan=plan, ...)"
         )
-    events = predicted_events(plan, step.timeline(), Processes(), rank)
+    events = predicted_events(plan, step.timeline(), TraceProcesses(), rank)
     write(path, events, f"predicted step of {plan.places}, {plan.schedule}", len(plan.used_devices), rank)
 
 
-def predicted_events(plan: Plan, timeline: Timeline, processes: Processes, rank: int | None) -> list[TraceEvent]:
+def predicted_events(plan: Plan, timeline: Timeline, processes: TraceProcesses, rank: int | None) -> list[TraceEvent]:
     """The events of one rank, or of the first rank of each slot. Raises InputError for a rank that there is not."""
     places = {name: number for number, name in enumerate(plan.used_devices)}
     if rank is not None and rank not in places.values():
@@ -69,7 +69,7 @@ class _Slot:
 class _Trace:
     """The events of a timeline, slot by slot."""
 
-    def __init__(self, plan: Plan, timeline: Timeline, processes: Processes) -> None:
+    def __init__(self, plan: Plan, timeline: Timeline, processes: TraceProcesses) -> None:
         self._plan, self._timeline, self._processes = plan, timeline, processes
         self._collectives = PassCollectives(plan)
         self._streams: dict[int, dict[int, int]] = defaultdict(dict)  # slot -> stage that it sends to -> stream

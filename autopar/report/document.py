@@ -1,6 +1,7 @@
 """A report as a value: a verdict and sections of blocks, which text, notebooks and HTML files show alike.
 
-    Report ── sections ── blocks: Figures, Heading, Paragraph, Points, Table, Bars, Lanes, Curves, Tree, Code, Fold
+    Report ── sections ── blocks: Figures, Heading, Paragraph, Points, Table, Bars, TimelineLanes,
+                              Curves, Tree, Code, Fold
        │
        ├─ print(report)            report/document_text.py
        └─ save(), _repr_html_()    report/html/page.py with one template per block
@@ -119,7 +120,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Lane:
+class TimelineLane:
     """What one device does."""
 
     label: str
@@ -129,14 +130,14 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class TimelineLanes:
     """A timeline: one lane below the other, one axis for all."""
 
     kind: ClassVar[str] = "lanes"
     title: str
     description: str
     legend: tuple[str, ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[TimelineLane, ...]
     ticks: tuple[tuple[float, str], ...]  # share of the width, text
     text: str = ""  # the same for terminals
 
@@ -213,7 +214,7 @@ class Fold:
     blocks: tuple[Block, ...]
 
 
-Block = Figures | Heading | Paragraph | Points | Table | Bars | Lanes | Curves | Tree | Code | Fold
+Block = Figures | Heading | Paragraph | Points | Table | Bars | TimelineLanes | Curves | Tree | Code | Fold
 
 
 @dataclass(frozen=True)

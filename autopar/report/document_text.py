@@ -17,12 +17,12 @@ from autopar.report.document import (
     Figures,
     Fold,
     Heading,
-    Lanes,
     Paragraph,
     Points,
     Report,
     Section,
     Table,
+    TimelineLanes,
     Tree,
 )
 from autopar.report.tables import WIDTH, at_width, bullet, paragraph, table
@@ -114,7 +114,7 @@ def _bars(block: Bars) -> str:
 
 
 @block_text.register
-def _lanes(block: Lanes) -> str:
+def _lanes(block: TimelineLanes) -> str:
     return "\n".join(printable(line) for line in block.text.splitlines())
 
 

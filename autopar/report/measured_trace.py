@@ -18,7 +18,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.chrome_trace import predicted_events
 from autopar.report.document import Report
-from autopar.report.trace_events import COMPUTING, PHASES, Processes, TraceEvent, write
+from autopar.report.trace_events import COMPUTING, PHASES, TraceEvent, TraceProcesses, write
 from autopar.runtime.step_profile import StepProfile
 from autopar.schedule.clock import Phase
 
@@ -28,7 +28,7 @@ def _(profile: StepProfile, path: Path, rank: int | None) -> None:
     ranks = _ranks_of(profile)
     if rank is not None and rank not in ranks.values():
         raise InputError(f"rank {rank!r} has no trace; the step has ranks 0..{len(ranks) - 1}")
-    events = [e for e in _events(profile, Processes(), ranks) if rank is None or e["pid"] == rank]
+    events = [e for e in _events(profile, TraceProcesses(), ranks) if rank is None or e["pid"] == rank]
     if rank is not None:
         events = [event for event in events if event["ph"] not in "sf"]  # an arrow has its other end elsewhere
     write(path, events, f"measured step of {profile.seconds} s, {profile.schedule}", len(ranks), rank)
@@ -51,10 +51,10 @@ def _(report: Report, path: Path, rank: int | None) -> None:
     step = step_of_plan(plan)
     assert step is not None
     world = len(plan.used_devices)
-    events = predicted_events(plan, step.timeline(), Processes("predicted, ", 0, 2, 0, numbers), None)
+    events = predicted_events(plan, step.timeline(), TraceProcesses("predicted, ", 0, 2, 0, numbers), None)
     places = {name: number for number, name in enumerate(plan.used_devices)}
     ranks = {name: places[name] for name in _ranks_of(profile)}
-    events += _events(profile, Processes("measured, ", world, 2, 1, numbers), ranks)
+    events += _events(profile, TraceProcesses("measured, ", world, 2, 1, numbers), ranks)
     write(path, events, f"predicted and measured step of {plan.places}, {plan.schedule}", world, None)
 
 
@@ -63,7 +63,7 @@ def _ranks_of(profile: StepProfile) -> dict[str, int]:
     return {name: number for number, name in enumerate(dict.fromkeys(one.device for one in profile.stages))}
 
 
-def _events(profile: StepProfile, processes: Processes, ranks: Mapping[str, int]) -> Iterator[TraceEvent]:
+def _events(profile: StepProfile, processes: TraceProcesses, ranks: Mapping[str, int]) -> Iterator[TraceEvent]:
     for name, rank in ranks.items():
         stages = ", ".join(str(one.stage) for one in profile.stages if one.device == name)
         yield from processes.named(rank, f"{name}, stage {stages}", {COMPUTING: "computing"})

@@ -31,7 +31,7 @@ _US = 1e6  # microseconds of a second
 
 
 @dataclass(frozen=True)
-class Processes:
+class TraceProcesses:
     """Where the ranks of a step are among the processes of a trace: alone, or beside those of another step."""
 
     label: str = ""  # before the names of its processes

@@ -139,7 +139,7 @@ def test_all_layers_of_a_long_chain_are_cut_at_the_same_places(
 ) -> None:
     """Each layer has parts of different weights, with wide tensors within some. Stages of equally many layers need cuts
     at the same place of every layer."""
-    parts = [*parts, (0.5, 1.0)]  # a narrow tensor leaves the layer
+    parts = [*parts, (0.05, 1.0)]  # a narrow tensor leaves the layer; its last part is unlike the others
     each = [*(layers * [weight for weight, _ in parts]), head]
     n = len(each)
     values = tuple(Value(i, (i + 1,), parts[i % len(parts)][1], 0.0) for i in range(n - 1))

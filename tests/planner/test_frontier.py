@@ -15,7 +15,7 @@ from autopar.analysis.example import example_ahead
 from autopar.analysis.operators import on_device
 from autopar.capture.program import capture
 from autopar.costs.estimated import estimate_costs
-from autopar.planner.inter_op.meshes import Meshes, subject_of
+from autopar.planner.inter_op.meshes import Meshes, mesh_program_of
 from autopar.planner.intra_op.frontier import frontier
 from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
@@ -81,7 +81,7 @@ def test_the_meshes_of_a_cluster_offer_them_too() -> None:
     of_devices = estimate_costs(example, CLUSTER)
 
     def solutions(limit: float | None) -> list[Sharding]:
-        found = Meshes(of_devices, subject_of(example, "adamw"), limit).configurations(4, M)
+        found = Meshes(of_devices, mesh_program_of(example, "adamw"), limit).configurations(4, M)
         return [one.solution for one in found if one.solution.mesh.shape == (4,)]
 
     fastest = solutions(None)[0]

@@ -17,7 +17,7 @@ from autopar.analysis.example import example_ahead
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.estimated import estimate_costs
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
-from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.inter_op.meshes import mesh_program_of
 from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
@@ -52,7 +52,7 @@ def sharded(
     meta = copy.deepcopy(model).to("meta")
     example = example_ahead(meta, (x.to("meta"),), {}, batch_dim=None)
     cluster = Cluster.preset("4xH100")
-    costs, subject = estimate_costs(example, cluster), subject_of(example, "none")
+    costs, subject = estimate_costs(example, cluster), mesh_program_of(example, "none")
     folded = fold(subject.module)
     inputs = subject.inputs(len(x))
     task = ShardingTask(folded.module, inputs, len(x), cluster, optimizer="none", copies=folded.copies)

@@ -19,7 +19,7 @@ from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.candidates import Searching
-from autopar.planner.inter_op.meshes import Meshes, subject_of
+from autopar.planner.inter_op.meshes import Meshes, mesh_program_of
 from autopar.planner.predict import as_plan
 from autopar.planner.priced_step import predicted_step
 from autopar.planner.search import make_plan
@@ -90,7 +90,7 @@ def test_meshes_have_any_number_of_nodes_or_devices_that_the_model_can_be_cut_in
     with META:
         example = example_ahead(nn.Linear(1024, 1024), (torch.empty(samples, 1024),), {}, batch_dim=None)
     costs = estimate_costs(example, Cluster.preset(node, nodes))
-    meshes = Meshes(costs, subject_of(example, "adamw"))
+    meshes = Meshes(costs, mesh_program_of(example, "adamw"))
     assert meshes.widths() == widths
     assert all(meshes.configurations(width, 1) for width in widths)
 
@@ -139,7 +139,7 @@ def test_a_plan_of_meshes_runs_and_has_the_original_gradients(name: str, shards:
     costs = estimate_costs(example, cluster)
 
     def of_meshes(memory_limit: float | None) -> Plan:
-        meshes = Meshes(costs, subject_of(example, "adamw"), memory_limit).of(shards, [2])
+        meshes = Meshes(costs, mesh_program_of(example, "adamw"), memory_limit).of(shards, [2])
         assert meshes is not None
         return make_plan(meshes, SearchOptions(n_microbatches=2, memory_limit=memory_limit))
 
@@ -154,7 +154,7 @@ def test_stages_of_different_widths_run_and_have_the_original_gradients(widths: 
     model, call = case.model().eval(), case.inputs(4)
     example = example_ahead(model, (), call, batch_dim=None)
     alone = estimate_costs(example, Cluster.preset("4xH100"))
-    configuration = Meshes(alone, subject_of(example, "adamw"), memory_limit=1e5).configurations(2, 2)[-1]
+    configuration = Meshes(alone, mesh_program_of(example, "adamw"), memory_limit=1e5).configurations(2, 2)[-1]
     costs = replace(alone, configurations=(configuration,))
     atoms = Searching(costs, SearchOptions(n_microbatches=2)).atoms
     ends = [len(atoms.nodes) * i // len(widths) for i in range(len(widths) + 1)]

@@ -23,7 +23,7 @@ from autopar.costs.gradient_reduction import bucketed
 from autopar.costs.recipe import Recipe
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
-from autopar.planner.inter_op.meshes import Meshes, subject_of
+from autopar.planner.inter_op.meshes import Meshes, mesh_program_of
 from autopar.planner.intra_op.sharding_task import GraphFacts
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.predict import as_plan
@@ -113,7 +113,7 @@ def of_mlp(name: str, cut: bool, m: int) -> tuple[CostGraph, str]:
         model, x = Mlp().train(), torch.empty(64, 512, 1024)
     example = example_ahead(model, (x,), {}, batch_dim=None)
     costs = estimate_costs(example, Cluster.preset("4xH100"), Recipe(overlap=overlap_named(name)), n_microbatches=m)
-    subject = subject_of(example, "none")
+    subject = mesh_program_of(example, "none")
     folded = Meshes(costs, subject)._folded
     task = subject.task(costs, folded, m)
     facts = GraphFacts(task)

@@ -29,7 +29,7 @@ from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.device_pools import neighbours
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
-from autopar.planner.inter_op.meshes import Meshes, subject_of
+from autopar.planner.inter_op.meshes import Meshes, mesh_program_of
 from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
@@ -60,7 +60,7 @@ def mlp_on_meshes(samples: int, m: int) -> CostGraph:
         model, x = Mlp().train(), torch.empty(samples, 2048, 1024)
     example = example_ahead(model, (x,), {}, batch_dim=None)
     costs = estimate_costs(example, Cluster.preset("8xH100"))
-    found = Meshes(costs, subject_of(example, "none")).of(2, [m])
+    found = Meshes(costs, mesh_program_of(example, "none")).of(2, [m])
     assert found is not None
     return found
 
@@ -269,7 +269,7 @@ def test_a_tied_weight_on_meshes_is_reduced_once_in_every_stage_that_has_it() ->
         model, ids = Tied().train(), torch.zeros(64, 2048, dtype=torch.long)
     example = example_ahead(model, (ids,), {}, batch_dim=None)
     costs = Meshes(
-        estimate_costs(example, Cluster.preset("8xH100")), subject_of(example, "none")
+        estimate_costs(example, Cluster.preset("8xH100")), mesh_program_of(example, "none")
     ).of(2, [m])  # fmt: skip
     assert costs is not None
     searching = Searching(costs, OPTIONS)

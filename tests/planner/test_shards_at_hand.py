@@ -29,7 +29,7 @@ from autopar.costs.shard_costs import SIZES, ShardCosts
 from autopar.options import PlanOptions
 from autopar.plan.stage import Stage
 from autopar.planner.inter_op.at_hand import SearchingAtHand
-from autopar.planner.inter_op.meshes import as_measured, subject_of
+from autopar.planner.inter_op.meshes import as_measured, mesh_program_of
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.search import make_plan
 from autopar.planner.search_at_hand import check_max_shards, shards_at_hand
@@ -238,7 +238,7 @@ def test_a_shard_takes_its_part_of_the_measured_operator_and_whole_ones_all_of_i
     devices = parse_devices(["cpu"] * n)
     example = capture_example(model, devices, (torch.randn(8, width),), {}, loss_fn=None, target=None, batch_dim=None)
     costs = with_shards(measure_costs(example, devices), n)
-    subject = subject_of(example, "adamw")
+    subject = mesh_program_of(example, "adamw")
     folded = fold(subject.module)
     task = as_measured(subject.task(costs, folded, 1), costs, folded, devices[0].kind, n)
     problem = ShardingProblem(task, make_mesh((n,), [device.name for device in devices]))

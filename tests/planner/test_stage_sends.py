@@ -23,7 +23,7 @@ from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.device_pools import kind_of_pool
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
-from autopar.planner.inter_op.meshes import Meshes, subject_of
+from autopar.planner.inter_op.meshes import Meshes, mesh_program_of
 from autopar.planner.inter_op.scattering import Scattering
 from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
@@ -140,7 +140,7 @@ def blocks_on_meshes(cluster: str, nodes: int, network: str | None, width: int, 
         x = torch.empty(8, 512, 2048)
     example = example_ahead(model, (x,), {}, batch_dim=None)
     costs = estimate_costs(example, Cluster.preset(cluster, nodes=nodes, inter_node=network))
-    found = Meshes(costs, subject_of(example, "none")).of(width, [m])
+    found = Meshes(costs, mesh_program_of(example, "none")).of(width, [m])
     assert found is not None
     return found
 

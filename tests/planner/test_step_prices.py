@@ -28,7 +28,7 @@ from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.atom_times import atom_times
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
-from autopar.planner.inter_op.meshes import Meshes, subject_of
+from autopar.planner.inter_op.meshes import Meshes, mesh_program_of
 from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
 from autopar.planner.intra_op.sharding_task import ShardingTask
@@ -360,7 +360,7 @@ def test_inside_a_mesh_gradients_move_in_their_own_bytes_and_state_is_that_of_th
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("bf16-mixed", torch.bfloat16)):
         x = torch.empty(64, width, device=META, dtype=dtype)
         example = example_ahead(deep(width, 1).to(dtype), (x,), {}, batch_dim=None)
-        subject = subject_of(example, "adam")
+        subject = mesh_program_of(example, "adam")
         recipe = Recipe(precision=name)
         task = ShardingTask(subject.module, subject.inputs(64), 64, cluster, optimizer="adam", recipe=recipe)
         problem = ShardingProblem(task, mesh)
@@ -421,7 +421,7 @@ def test_shards_gain_by_fusion_as_whole_operators_do() -> None:
         x = torch.empty(batch, width, device=META)
         example = example_ahead(chain(width), (x,), {}, batch_dim=None)
         costs = estimate_costs(example, cluster, Recipe(mode))
-        meshes = Meshes(costs, subject_of(example, "none")).of(2, [1])
+        meshes = Meshes(costs, mesh_program_of(example, "none")).of(2, [1])
         assert meshes is not None
         configuration = meshes.configurations[0]
         assert isinstance(configuration, MeshConfiguration)

@@ -19,7 +19,7 @@ from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
-from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.inter_op.meshes import mesh_program_of
 from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
@@ -69,7 +69,7 @@ def data_parallel(stored: Stored, *, frozen: bool = False) -> Found:
     with torch.device("meta"):
         model, x = Linears(frozen).train(), torch.empty(SAMPLES, LENGTH, HIDDEN)
     example = example_ahead(model, (x,), {}, batch_dim=None)
-    costs, subject = estimate_costs(example, CLUSTER), subject_of(example, "none")
+    costs, subject = estimate_costs(example, CLUSTER), mesh_program_of(example, "none")
     folded, rows = fold(subject.module), SAMPLES // M
     task = ShardingTask(folded.module, subject.inputs(rows), rows, CLUSTER, n_microbatches=M, optimizer="none")
     problem = ShardingProblem(task, MESH)

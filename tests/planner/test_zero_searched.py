@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar import Cluster, Plan
-from autopar.planner.inter_op.meshes import Subject
+from autopar.planner.inter_op.meshes import MeshProgram
 from autopar.sharding.stage_sharding import Stored
 
 pytestmark = pytest.mark.usefixtures("shared_exports")
@@ -50,8 +50,8 @@ def test_gradients_are_scattered_where_memory_is_short(monkeypatch: pytest.Monke
     assert not any(one.scattered for one in stored(planned(cluster, n_microbatches=2))), "it takes longer"
     short = planned(cluster, 0.7, n_microbatches=2)
     assert any(one.scattered for one in stored(short))
-    whole = Subject.task
-    monkeypatch.setattr(Subject, "task", lambda *args: replace(whole(*args), scatters=False))
+    whole = MeshProgram.task
+    monkeypatch.setattr(MeshProgram, "task", lambda *args: replace(whole(*args), scatters=False))
     without = planned(cluster, 0.7, n_microbatches=2)
     assert short.predicted_step_time is not None
     assert without.predicted_step_time is not None

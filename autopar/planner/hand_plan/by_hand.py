@@ -207,8 +207,8 @@ class Configurations:
         self.notes: dict[str, None] = {}
         self._degrees, self._costs, self._cluster = degrees, costs, costs.cluster
         self._shared = shared
-        self._program = shared.subject.program(costs, shared.folded)
-        task = shared.subject.task(costs, shared.folded, degrees.n_microbatches)
+        self._program = shared.mesh_program.program(costs, shared.folded)
+        task = shared.mesh_program.task(costs, shared.folded, degrees.n_microbatches)
         self._task = replace(task, scatters=degrees.zero == 2)
         self._facts = shared.facts(self._task)
         self._batch_dims: Mapping[str, int | None] = example.batching.batch_dims

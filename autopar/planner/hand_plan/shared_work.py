@@ -29,7 +29,7 @@ from autopar.plan.degrees import Degrees
 from autopar.planner.hand_plan.cut_sizes import CutSizes
 from autopar.planner.hand_plan.layers import layers_of
 from autopar.planner.hand_plan.mesh_strategies import Allowed, Penalties, by_degrees, penalties
-from autopar.planner.inter_op.meshes import Subject, subject_of
+from autopar.planner.inter_op.meshes import MeshProgram, mesh_program_of
 from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
@@ -76,12 +76,12 @@ class SharedWork:
         return layers_of(self._example.model, self._example.program)
 
     @cached_property
-    def subject(self) -> Subject:
-        return subject_of(self._example, self._options.optimizer_name)
+    def mesh_program(self) -> MeshProgram:
+        return mesh_program_of(self._example, self._options.optimizer_name)
 
     @cached_property
     def folded(self) -> Folded:
-        return fold(self.subject.module)
+        return fold(self.mesh_program.module)
 
     @cached_property
     def keys(self) -> Mapping[str, str]:
@@ -113,7 +113,7 @@ class SharedWork:
         """The sizes of the model that tensor parallelism cuts, seen from a call."""
         rows = max(1, example.program.batch_size)
         module = self.folded.module
-        task = ShardingTask(module, self.subject.inputs(rows), rows, cluster, training=example.training)
+        task = ShardingTask(module, self.mesh_program.inputs(rows), rows, cluster, training=example.training)
         return CutSizes(task, self.facts(task), example.batching.batch_dims, self.keys)
 
     def facts(self, task: ShardingTask) -> GraphFacts:

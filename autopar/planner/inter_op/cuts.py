@@ -21,8 +21,10 @@ from autopar.planner.inter_op.orders import by_number, depth_first, shuffled
 from autopar.planner.inter_op.stage_bytes import Value
 
 _CUTS_PER_ORDER = 200  # one more order for each of these in the limit
-_ALIKE = 1e-9  # share by which bytes, or how even pieces are, may differ by rounding
-_MORE = 1.1  # cuts at the same places of each layer may be this many times as many as asked for
+_ALIKE = 1e-9  # share by which bytes may differ by rounding
+_MORE = 1.1  # cuts at the same places of each layer may be this many times as many as there should be
+_LEAST_LAYERS = 4  # that a chain repeats
+_EQUAL_LAYERS = 0.05  # mean share by which the seconds of equal layers differ at most, as measured
 
 Mask = int  # a set of atoms, bit a for atom a
 
@@ -184,8 +186,8 @@ def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask
     """About `number` prefixes of an order where few bytes cross.
 
     Of each of `number` stretches of equal weight, those where the fewest bytes cross. If these are more than `number`,
-    as in a chain of equal layers, which have such a place before and after attention: first every n-th of them, for
-    that n that makes the pieces most equal, so that each layer is cut at the same places; then others.
+    as in a long chain of layers, which have such a place before and after attention: first the same places of every
+    layer, so that stages can be equal; then the first one of each stretch.
     """
     place = np.empty(graph.n, dtype=int)
     place[list(order)] = np.arange(graph.n)
@@ -208,7 +210,7 @@ def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask
     if len(equal) > number:
         around = np.minimum(least, np.minimum(np.append(least[1:], np.inf), np.append(np.inf, least[:-1])))
         narrow = equal[crossing[equal] <= around[stretch[equal]] * (1 + _ALIKE)]  # in the next stretches, too
-        regular = _most_regular(narrow, weight, number)
+        regular = _same_in_each_layer(narrow, weight, number)
         first = {int(stretch[cut]): int(cut) for cut in reversed(equal)}
         others = sorted(set(first.values()) - set(regular))
         room = max(0, number - len(regular))
@@ -221,23 +223,27 @@ def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask
     return masks
 
 
-def _most_regular(places: np.ndarray, weight: np.ndarray, number: int) -> list[int]:
-    """Every n-th of `places`, at most about `number`, so that the weights between them differ least, relative."""
+def _same_in_each_layer(places: np.ndarray, weight: np.ndarray, number: int) -> list[int]:
+    """At most about `number` of `places`, the same of every layer; none of a graph that repeats no layer.
+
+    Layers are found by their weights: if those between one place and the next repeat after every k places, each layer
+    has k of them, and every n-th of all places is the same of every layer, or of every second one, and so on, where n
+    divides k or k divides n.
+    """
+    gaps = np.diff(weight[places])
+    repeats = range(1, len(gaps) // _LEAST_LAYERS + 1)
+    of_layer = next((k for k in repeats if np.abs(gaps[k:] - gaps[:-k]).mean() <= _EQUAL_LAYERS * gaps.mean()), None)
+    if of_layer is None:
+        return []
     fewest = math.ceil(len(places) / (_MORE * number))
-    best, least = places, (math.inf, math.inf)
-    for step in range(fewest, 2 * fewest):
-        for start in range(step):
-            some = places[start::step]
-            unevenness = (_spread(weight[some]), _spread(weight[[0, *some, -1]]))  # the ends of the chain come second
-            if unevenness < least:
-                best, least = some, unevenness
-    return [int(cut) for cut in best]
+    several = of_layer * math.ceil(fewest / of_layer)
+    step = next((n for n in range(fewest, of_layer) if of_layer % n == 0), several)
 
+    def unevenness(start: int) -> float:
+        """Of the pieces, those at both ends of the graph too."""
+        return float(np.diff(weight[[0, *places[start::step], -1]]).std())
 
-def _spread(places: np.ndarray) -> float:
-    """Standard deviation of the gaps between `places` over their mean, without what may be due to rounding."""
-    gaps = np.diff(places)
-    return round(float(gaps.std() / gaps.mean()), 9) if gaps.size and gaps.mean() > 0 else 0.0
+    return [int(cut) for cut in places[min(range(step), key=unevenness) :: step]]
 
 
 def _moved(graph: AtomGraph, cut: Mask, number: int) -> list[Mask]:

@@ -49,7 +49,7 @@ _FEW = 8  # nodes, or devices of a single node, up to which meshes may have any 
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeshProgram:
     """The program whose operators are split over meshes."""
 
     module: fx.GraphModule  # with parameters on the meta device
@@ -82,7 +82,7 @@ class Subject:
         )
 
 
-def subject_of(example: Example, optimizer: str) -> Subject:
+def mesh_program_of(example: Example, optimizer: str) -> MeshProgram:
     """The program of an example call, on the meta device."""
     program = example.program
     leaves = [on_meta(x) for x in example.leaves]
@@ -93,7 +93,7 @@ def subject_of(example: Example, optimizer: str) -> Subject:
     named = {str(n.target): n for n in program.graph.nodes if n.op == "get_attr"}
     values = {name: get_attribute(program.graph_module, name) for name in named}
     storages = {name: str(storage_key(t)) for name, t in values.items() if isinstance(t, torch.Tensor)}
-    return Subject(module, calls.inputs, storages, optimizer)
+    return MeshProgram(module, calls.inputs, storages, optimizer)
 
 
 def as_measured(task: ShardingTask, costs: CostGraph, folded: Folded, kind: str, width: int) -> ShardingTask:
@@ -120,18 +120,18 @@ def _busy_meshes(costs: CostGraph, kind: str, width: int, n_microbatches: int) -
 class Meshes:
     """Cost graphs of one program over meshes of a cluster's devices."""
 
-    def __init__(self, costs: CostGraph, subject: Subject, memory_limit: float | None = None) -> None:
+    def __init__(self, costs: CostGraph, mesh_program: MeshProgram, memory_limit: float | None = None) -> None:
         """`costs`: of single devices of a cluster. `memory_limit`: bytes usable on each, if less than its memory."""
         assert costs.mesh_cluster is not None, "meshes need the links and collectives of a cluster"
-        self._costs, self._subject = costs, subject
+        self._costs, self._mesh_program = costs, mesh_program
         self._cluster: Cluster = costs.mesh_cluster
         self._limit = memory_limit or float("inf")
-        self._folded = fold(subject.module)
+        self._folded = fold(mesh_program.module)
         self._facts: dict[int, GraphFacts] = {}
         self._works = LocalWorks()
         # By kind of devices, shape and number of micro-batches.
         self._found: dict[tuple[str, tuple[int, ...], int], tuple[MeshConfiguration, ...]] = {}
-        self._program = subject.program(costs, self._folded)
+        self._program = mesh_program.program(costs, self._folded)
 
     def widths(self) -> list[int]:
         """Numbers of devices per mesh: a node halved any number of times, or doubled up to all nodes. On few nodes
@@ -158,7 +158,7 @@ class Meshes:
 
     def _useful(self, width: int) -> bool:
         """Whether each prime factor of `width` divides the batch, or a dimension of the parameters with most bytes."""
-        sizes = [tuple(p.shape) for p in self._subject.module.parameters()]
+        sizes = [tuple(p.shape) for p in self._mesh_program.module.parameters()]
         total = sum(map(math.prod, sizes))
         for prime in _primes(width):
             cut = sum(math.prod(size) for size in sizes if any(n % prime == 0 for n in size))
@@ -263,7 +263,9 @@ class Meshes:
         places = self._places(kind, width)
         devices, n_meshes = places[0], len(places)
         memory = min(self._limit, *(d.memory for d in devices))
-        task = as_measured(self._subject.task(self._costs, self._folded, m), self._costs, self._folded, kind, width)
+        task = as_measured(
+            self._mesh_program.task(self._costs, self._folded, m), self._costs, self._folded, kind, width
+        )
         mesh = make_mesh(shape, [d.name for d in devices], _NAMES[-len(shape) :])
         for number, found in enumerate(self._chosen(task, mesh, memory, n_meshes)):
             name = f"{kind} x {'x'.join(map(str, shape))}, {m} micro-batches, {number}"

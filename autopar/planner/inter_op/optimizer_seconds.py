@@ -33,21 +33,21 @@ def optimizer_rates(costs: CostGraph, kind: str, optimizer: str) -> OptimizerRat
     return rates
 
 
-class StageStep(NamedTuple):
+class StageOptimizerStep(NamedTuple):
     """The optimizer's step of one stage."""
 
     seconds: float
     held: int  # bytes of temporaries on each device
 
 
-def stage_steps(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, optimizer: str) -> list[StageStep]:
+def stage_steps(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, optimizer: str) -> list[StageOptimizerStep]:
     """Of each stage."""
     found = []
     for stage, name in enumerate(arrangement.cost_names):
         inside, kind = set(arrangement.stages[stage]), arrangement.groups[stage][0].kind
         rates = optimizer_rates(costs, kind, optimizer)
         mine = sum_of([s.share for s in stepped(costs, atoms.of(name), optimizer) if not inside.isdisjoint(s.atoms)])
-        found.append(StageStep(0.0 if rates is None else rates.seconds(mine), int(mine.held)))
+        found.append(StageOptimizerStep(0.0 if rates is None else rates.seconds(mine), int(mine.held)))
     return found
 
 

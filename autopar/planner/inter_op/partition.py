@@ -58,7 +58,7 @@ from autopar.planner.inter_op.needed_devices import Needs
 from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.solution import Infeasibility, Solution, StageChoice
 from autopar.planner.inter_op.stage_costs import Costs
-from autopar.planner.inter_op.stage_tables import Mode, Stages, Wanted
+from autopar.planner.inter_op.stage_tables import Mode, Stages, WantedStages
 
 # Below this share of the best time, intervals are no longer halved but walked down from plan to plan.
 _NARROW = 1e-3
@@ -111,7 +111,7 @@ def explain_infeasible(problem: Problem) -> Infeasibility | None:
         middle = (low + high) // 2
         # The factor covers rounding: the same products are computed in another order.
         costs = Costs(problem, counts, extra_memory=lacks[middle] * (1 + 1e-12))
-        path = _Search(costs).least_sum(Wanted(math.inf)).path
+        path = _Search(costs).least_sum(WantedStages(math.inf)).path
         if path is None:
             low = middle + 1
         else:
@@ -171,7 +171,7 @@ class _Search:
         costs = self._costs
         if not costs.problem.sum_counts:
             # A plan whose max term is not below the cutoff is not below it either.
-            least, first = self.least_sum(Wanted(cutoff))
+            least, first = self.least_sum(WantedStages(cutoff))
             return self._solution(first, first.total, least) if first is not None and first.total < cutoff else None
         best: Path | None = None
         best_time = math.inf
@@ -191,7 +191,7 @@ class _Search:
             unwanted = min(unwanted, goal)
             bound = self._bound(now, best_time, tolerance, step)
             step *= 2
-            under, path = self.least_sum(Wanted(bound, goal, now.low), enough=goal - now.low)
+            under, path = self.least_sum(WantedStages(bound, goal, now.low), enough=goal - now.low)
             if path is not None:
                 top = self._max_term(path)
                 if path.total + top < best_time:
@@ -231,7 +231,7 @@ class _Search:
         used = tuple(n * unit for n, unit in zip(path.used, self._costs.unit, strict=True))
         return Solution(tuple(_choice(self._costs, s) for s in path.steps), objective, bound, used)
 
-    def least_sum(self, wanted: Wanted, enough: float = math.inf) -> LeastSum:
+    def least_sum(self, wanted: WantedStages, enough: float = math.inf) -> LeastSum:
         """The wanted plan with the least sum of fills; where the sum does not count, with the least max term.
 
         Where meshes differ in width, devices do not tell how many replicas follow a stage, on which its memory depends

@@ -18,7 +18,7 @@ from autopar.planner.inter_op.memory_formula import activation_bytes
 from autopar.planner.inter_op.needed_devices import NeededDevices, Needs
 from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.stage_seconds import StageSeconds
-from autopar.planner.inter_op.stage_tables import Mode, Needless, Stages, Terms, Wanted
+from autopar.planner.inter_op.stage_tables import Mode, Needless, Stages, Terms, WantedStages
 from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
 
 # Beyond this many devices, only numbers of replicas that change ceil(m / r) are candidates: 2 sqrt(m) of them.
@@ -151,7 +151,7 @@ class Costs:
         """p_s in seconds of a stage that fits the memory."""
         return float(self._choices[mode][replicas].max_term[self.pair(start, stop)])
 
-    def stages(self, wanted: Wanted, exactly: bool = False, needs: Needs | None = None) -> Stages:
+    def stages(self, wanted: WantedStages, exactly: bool = False, needs: Needs | None = None) -> Stages:
         """All stages that a wanted plan may have, less those that others on no more devices make needless.
 
         A stage makes another of the same atoms needless if it takes no longer and no more devices and replicas, and

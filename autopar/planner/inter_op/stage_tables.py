@@ -43,7 +43,7 @@ class Stages(NamedTuple):
     most_after: np.ndarray  # the most replicas that later stages may have; with more, the stage's memory is too small
 
 
-class Wanted(NamedTuple):
+class WantedStages(NamedTuple):
     """The plans that a sweep looks for."""
 
     most: float  # s: their max term is at most this

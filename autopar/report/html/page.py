@@ -17,7 +17,7 @@ from autopar.version import __version__
 if TYPE_CHECKING:
     import jinja2
 
-    from autopar.report.document import Lane, Report, Span
+    from autopar.report.document import Report, Span, TimelineLane
 
 Steps = Sequence[tuple[float, float]]  # (share of the width, share of the height from there on)
 
@@ -64,8 +64,8 @@ def _hue(stage: int) -> int:
     return round(225 + stage * 137.508) % 360
 
 
-def _runs(lanes: Sequence[Lane]) -> list[tuple[str, list[Lane]]]:
-    """Lanes that follow each other in one group."""
+def _runs(lanes: Sequence[TimelineLane]) -> list[tuple[str, list[TimelineLane]]]:
+    """TimelineLanes that follow each other in one group."""
     return [(group, list(run)) for group, run in itertools.groupby(lanes, key=lambda lane: lane.group)]
 
 

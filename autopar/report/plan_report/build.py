@@ -14,7 +14,7 @@ from autopar.report.plan_report.environment import environment
 from autopar.report.plan_report.layouts import layouts
 from autopar.report.plan_report.memory import memory
 from autopar.report.plan_report.stages import stages
-from autopar.report.plan_report.subject import Subject, Wanted
+from autopar.report.plan_report.subject import ReportOptions, Subject
 from autopar.report.plan_report.summary import summary
 from autopar.report.plan_report.timeline import timeline
 from autopar.report.plan_report.verdict import verdict
@@ -28,7 +28,7 @@ _SECTIONS: tuple[Callable[[Subject], Section], ...] = (
 
 @reported.register
 def _plan(plan: Plan, **wanted: object) -> Report:
-    return plan_report(Subject(plan, wanted=Wanted(**wanted)))  # type: ignore[arg-type]
+    return plan_report(Subject(plan, wanted=ReportOptions(**wanted)))  # type: ignore[arg-type]
 
 
 def plan_report(subject: Subject) -> Report:

@@ -8,7 +8,7 @@ from autopar.plan.display import reported
 from autopar.plan.plan import Plan
 from autopar.report.document import Paragraph, Report, Section
 from autopar.report.plan_report.build import plan_report
-from autopar.report.plan_report.subject import Subject, Wanted
+from autopar.report.plan_report.subject import ReportOptions, Subject
 from autopar.runtime.module import PLAN_COMES, PipelinedModule
 from autopar.runtime.step_profile import StepProfile
 
@@ -16,7 +16,7 @@ from autopar.runtime.step_profile import StepProfile
 @reported.register
 def module_report(module: PipelinedModule, **wanted: Any) -> Report:
     """The plan in force, beside the last profiled step, if that was a step of this plan."""
-    plan, checked = module.plan, Wanted(**wanted)
+    plan, checked = module.plan, ReportOptions(**wanted)
     if plan is None:
         text = f"No plan yet: {PLAN_COMES}."
         return Report(

@@ -22,7 +22,7 @@ from autopar.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReportOptions:
     """What a user asks of a report."""
 
     samples_per_epoch: float | None = None  # samples of the data set
@@ -51,7 +51,7 @@ class Subject:
 
     plan: Plan
     profile: StepProfile | None = None
-    wanted: Wanted = Wanted()
+    wanted: ReportOptions = ReportOptions()
     code: str = ""  # how the code of its stages runs, where they are built
     modules: Sequence[fx.GraphModule] = ()  # of every stage, where they are built
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.planner.pass_collectives import PassCollectives
-from autopar.report.document import Block, Code, Fold, Lane, Lanes, Paragraph, Section, Span, Table
+from autopar.report.document import Block, Code, Fold, Paragraph, Section, Span, Table, TimelineLane, TimelineLanes
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import count, percent, seconds_text, ticks
 from autopar.report.tables import paragraph
@@ -118,7 +118,7 @@ def _stages_table(profile: StepProfile) -> Table:
     return Table(caption, columns, rows, words=2)
 
 
-def _as_table(lanes: Sequence[Lane], end: float) -> list[Block]:
+def _as_table(lanes: Sequence[TimelineLane], end: float) -> list[Block]:
     """The same for those who cannot see the drawing, where it is not too long to be read."""
     spans = [(lane, span) for lane in lanes for span in sorted(lane.spans, key=lambda span: span.start)]
     if not 0 < len(spans) <= _MOST_ROWS:
@@ -138,7 +138,7 @@ def _measured_alone(profile: StepProfile | None) -> tuple[Block, ...]:
     return drawing, *map(Paragraph, _outside(profile)), _stages_table(profile)
 
 
-def _drawing(lanes: Sequence[Lane], end: float, description: str, text: str) -> Lanes:
+def _drawing(lanes: Sequence[TimelineLane], end: float, description: str, text: str) -> TimelineLanes:
     used = sorted({span.colour for lane in lanes for span in lane.spans})
     titled = sum(len(lane.spans) for lane in lanes) <= _MOST_TITLES
     drawn = tuple(
@@ -151,7 +151,7 @@ def _drawing(lanes: Sequence[Lane], end: float, description: str, text: str) -> 
         for lane in lanes
     )
     legend = tuple(_LEGEND[colour] for colour in used)
-    return Lanes("What every device does in a step", description, legend, drawn, ticks(end), text)
+    return TimelineLanes("What every device does in a step", description, legend, drawn, ticks(end), text)
 
 
 def _description(subject: Subject) -> str:
@@ -170,7 +170,7 @@ def _shown_slots(timeline: Timeline) -> list[int]:
 
 def _predicted_lanes(
     subject: Subject, timeline: Timeline, slots: Sequence[int], end: float, group: str
-) -> Iterator[Lane]:
+) -> Iterator[TimelineLane]:
     schedule, plan, collectives = timeline.schedule, subject.plan, PassCollectives(subject.plan)
     for slot in slots:
         stages = schedule.stages_of(slot)
@@ -196,10 +196,10 @@ def _predicted_lanes(
         busy = timeline.busy[slot] / (timeline.step_time or 1.0)
         label = f"{device}{f' +{stage.shards - 1}' if stage.shards > 1 else ''}"
         drawn = tuple(span for span in spans if span.width > 0)
-        yield Lane(label, f"{busy:.0%} busy", drawn, group)
+        yield TimelineLane(label, f"{busy:.0%} busy", drawn, group)
 
 
-def _measured_lanes(profile: StepProfile, end: float, group: str) -> list[Lane]:
+def _measured_lanes(profile: StepProfile, end: float, group: str) -> list[TimelineLane]:
     names = list(dict.fromkeys(one.device for one in profile.stages))
     lanes = []
     for name in names[:_MOST_LANES]:
@@ -215,7 +215,7 @@ def _measured_lanes(profile: StepProfile, end: float, group: str) -> list[Lane]:
             for start, stop in one.spans
         )
         busy = sum(one.busy for one in profile.stages if one.device == name)
-        lanes.append(Lane(name, f"{busy / profile.seconds:.0%} busy", spans, group))
+        lanes.append(TimelineLane(name, f"{busy / profile.seconds:.0%} busy", spans, group))
     return lanes
 
 

@@ -20,6 +20,7 @@ _FEWEST = 2  # characters of a pattern besides "*"
 _PATH = re.compile(r"[^:\s,*]*")  # of a module that a line can name
 _NAME = re.compile(r"[^:\s]+")
 OPERATORS, PARAMETERS = "/", "."  # between a module's path and the name
+OUTPUT = "> "  # and a tensor: the reader of what a stage sends on, which is "" in a file
 
 
 class Known(NamedTuple):
@@ -125,7 +126,7 @@ class Named(NamedTuple):
 
 def named(line: str, known: Known) -> Named:
     """A name without a number stands for every operator of that name."""
-    if line in known.keys:
+    if line in known.keys or line.startswith(OUTPUT):
         return Named([line], [])
     match = LINE.fullmatch(line)
     if match is None:

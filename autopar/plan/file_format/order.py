@@ -6,22 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.plan.file_format.folding import Layer, layer_of
-from autopar.plan.file_format.names import OPERATORS, PARAMETERS, split
+from autopar.plan.file_format.names import OPERATORS, OUTPUT, PARAMETERS, split
 from autopar.plan.file_format.tables import Pairs, Table
-
-OUTPUTS = ""  # the reader of what a stage sends on, in redistributions
 
 
 def ordered(table: Table, pairs: Pairs, operators: Sequence[str]) -> Pairs:
-    """As the stage's operators; parameters as the last operator of their modules; others behind them."""
+    """As the stage's operators; parameters as the last operator of their modules; what a stage sends on behind the
+    operator that makes it; others behind them."""
     places = _places(table, operators)
-    return sorted(pairs, key=lambda pair: places.get(_holder(table, pair[0]), len(operators)))
+
+    def place(key: str) -> float:
+        if key.startswith(OUTPUT):
+            return places.get(key.removeprefix(OUTPUT), len(operators)) + 0.5
+        return places.get(_holder(table, key), len(operators))
+
+    return sorted(pairs, key=lambda pair: place(pair[0]))
 
 
 def in_order(table: Table, pairs: Pairs, operators: Sequence[str]) -> bool:
     """Whether `ordered` leaves the pairs as they are, which have every key once, and operators of the stage."""
     keys = [key for key, _ in pairs]
-    known = table.separator == PARAMETERS or set(keys) <= {*operators, OUTPUTS}
+    known = table.separator == PARAMETERS or {key for key in keys if not key.startswith(OUTPUT)} <= set(operators)
     return known and len(set(keys)) == len(keys) and ordered(table, pairs, operators) == pairs
 
 

@@ -23,7 +23,7 @@ from autopar.plan.file_format.figures import with_figures
 from autopar.plan.file_format.folding import Layer, layer_of
 from autopar.plan.file_format.names import OPERATORS, Known
 from autopar.plan.file_format.operators import LAYERS, OperatorLines, range_of
-from autopar.plan.file_format.order import OUTPUTS, layers_as, ordered
+from autopar.plan.file_format.order import layers_as, ordered
 from autopar.plan.file_format.shared_layers import OF
 from autopar.plan.file_format.short_values import each_device, long_description
 from autopar.plan.file_format.tables import EXCHANGES, ROWS, TABLES, Entry, Table, Wrong
@@ -297,7 +297,7 @@ def _read_table(
         for part, name in parts:
             found |= layers.values(table, name, part)
         entries = _entries(table, value, place, problems)
-        known = Known.of([*operators, OUTPUTS], OPERATORS)
+        known = Known.of(operators, OPERATORS)
         own, hits, twice = applied(table, entries, known)
         problems += (_twice(place, key) for key in twice)
         for line, name, hit in hits:

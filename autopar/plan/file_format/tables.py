@@ -9,7 +9,8 @@ repeated          seconds                                [[1e-6, "mlp: mul#0", "
 
 Lines are those of `names.py`. A tensor `.weight` is that of the operator's module. Of redistributions, "" stands for
 where the readers' own steps begin, or for where the shared ones end, and "S0 > R, back" has the gradient go back the
-same way, "P > S0". A reader puts rows in the order of the stage's operators. An operator that has nothing although its
+same way, "P > S0". A reader puts rows in the order of the stage's operators;
+reader "" is what comes after the stage. An operator that has nothing although its
 layer's definition says so: "none", or a row without values. A table whose rows are in another order, or of operators
 that the stage does not have, is {"rows": [...]}, with all.
 """
@@ -21,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from autopar.plan.file_format.names import OPERATORS, PARAMETERS, Known, lines_for
+from autopar.plan.file_format.names import OPERATORS, OUTPUT, PARAMETERS, Known, lines_for
 
 Value = Any  # what a table has of a key: texts and numbers, in tuples; hashable
 Pairs = list[tuple[str, Value]]
@@ -139,12 +140,16 @@ def _wrong(value: Any, row: Any, cell: Any) -> Wrong:
 
 
 def _redistribution_pairs(rows: Any) -> Pairs:
-    runs = itertools.groupby(rows, key=lambda row: row[1])
+    runs = itertools.groupby(rows, key=lambda row: row[1] or f"{OUTPUT}{row[0]}")
     return [(reader, tuple((tensor, shared, own) for tensor, _, shared, own in run)) for reader, run in runs]
 
 
 def _flat_redistributions(pairs: Pairs) -> list[list[str]]:
-    return [[tensor, reader, shared, own] for reader, value in pairs for tensor, shared, own in value]
+    return [[tensor, _reader(reader), shared, own] for reader, value in pairs for tensor, shared, own in value]
+
+
+def _reader(line: str) -> str:
+    return "" if line.startswith(OUTPUT) else line
 
 
 def _write_redistributions(groups: Sequence[tuple[list[str], Value]]) -> list[list[str]]:
@@ -152,8 +157,9 @@ def _write_redistributions(groups: Sequence[tuple[list[str], Value]]) -> list[li
     for lines, value in groups:
         if value is None:
             found += [[line] for line in lines]
-        else:
-            found += [[tensor, *_short_passages(shared, own), *lines] for tensor, shared, own in value]
+            continue
+        readers = [_reader(line) for line in lines]
+        found += [[tensor, *_short_passages(shared, own), *readers] for tensor, shared, own in value]
     return found
 
 
@@ -197,7 +203,8 @@ def _read_redistributions(value: Any) -> Iterator[Entry | Wrong]:
         else:
             tensor, shared, own, *lines = row
             shared, own = _whole(shared), _whole(own)
-            yield from (Entry(line, ((tensor, shared or begin(own), own or end(shared)),)) for line in lines)
+            steps = (tensor, shared or begin(own), own or end(shared))
+            yield from (Entry(line or f"{OUTPUT}{tensor}", (steps,)) for line in lines)
 
 
 def _exchange_pairs(rows: Any) -> Pairs:

@@ -1,28 +1,27 @@
 """A plan as a JSON file to be read and edited by hand.
 
     {
-     "autopar_plan": "5.0",
-     "checksum": "5f0c...",
-     "n_microbatches": 8,
-     "schedule": "1f1b",
+    "autopar_plan": "6.0", "checksum": "5f0c...", "n_microbatches": 8, "schedule": "1f1b", ...
+    "stages": [
+     {"devices": ["0.0-1:H100"], "operators": ["embed: embedding#0", "layers.0-7"], "figures": "A",
+     "sharding": {"mesh": {"tensor": 2}, "layers": "A", "strategies": {"S0 R -> P": "embed: embedding"}}},
      ...
-     "stages": [
-      {"devices": ["cuda:0"], "operators": ["embed: embedding#0", "layers.0-7"], "recompute": "full", ...},
-      {"devices": ["cuda:1"], "operators": ["layers.8-15", "norm: rms_norm#0", "head: linear#0"], ...}
-     ],
-     "layers": {"layers": {"operators": {"A": ["@.attention.q: linear#0", "@.attention.k: linear#0", ...]}}},
-     ...
+    ],
+    "layers": {"layers": {"operators": {"A": ["attention.q: linear", "attention.k: linear", ...]},
+     "strategies": {"A": {"R S0 -> S2": ["attention.q,k,v: linear", "mlp.*_in: linear"], ...}}}},
+    ...
 
 To move a layer, edit the ranges of layers: `layers.0-8` and `layers.9-15`. To move an operator, write the line of its
-module, `layers.8.attention.q: linear#0`, or say where the stage ends, `layers.8 before mlp/mul#0` (and `layers.8 from
-mlp/mul#0` in the next stage). Layers that are equal share an entry under "layers" (`file_format/folding.py`).
+module, `layers.8.attention.q: linear#0`, or say where the stage ends, `layers.0-8 before mlp/mul#0` (and `layers.8-15
+from mlp/mul#0` in the next stage). What the operators of equal layers have stands once, under "layers"; what a stage
+says of an operator overrides it (`file_format/writing.py`).
 
-"every_stage" has fields of all stages that do not have them themselves. Other keys are the names of the fields of
-`Plan`, `Stage`, `StageTransfer`, `StageSharding` and what these hold. The checksum tells a plan that was edited, whose
-predictions no longer belong to it; editors need not update it.
+"every_stage" has fields of all stages that do not have them themselves, and "figures" numbers of some. Other keys are
+the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding` and what these hold. The checksum tells a
+plan that was edited, whose predictions no longer belong to it; editors need not update it.
 
 The version is "format.addition". An addition only has fields that older readers can leave out: they say so in a note.
-Another format is refused. Formats 4 and 3, which say the same at more length, and format 2, without layers, can be
+Another format is refused. Formats 5, 4 and 3, which say the same at more length, and format 2, without layers, can be
 read.
 """
 
@@ -37,12 +36,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from autopar.plan.file_format import earlier, reading
 from autopar.plan.file_format.fields import plain, read_fields
 from autopar.plan.file_format.json_text import json_text
-from autopar.plan.file_format.layered import flattened, layered
+from autopar.plan.file_format.writing import layered
 
-FORMAT, ADDITION = 5, 0
-_LONGER = (4, 3)  # formats that are read as the present one
+FORMAT, ADDITION = 6, 0
+_EARLIER = (5, 4, 3)  # formats with layers
 _FLAT = 2  # the format without layers
 _CHECKSUM_DIGITS = 16
 _MOST_DIGITS = 30  # of a whole number: longer ones are no quantity, and too large for a float
@@ -95,7 +95,9 @@ def read(text: str, kind: Any) -> Reading:
     version, addition = _version(data.pop("autopar_plan", None) if isinstance(data, dict) else None)
     recorded = data.pop("checksum", None)
     if version == FORMAT:
-        data = flattened(data, problems)
+        data = reading.flattened(data, problems)
+    elif version in _EARLIER:
+        data = earlier.flattened(data, problems)
     values = read_fields(kind, data, "", problems)
     unknown = [problem for problem in problems if problem.endswith(" is unknown")] if addition > ADDITION else []
     problems = [problem for problem in problems if problem not in unknown]
@@ -124,8 +126,8 @@ def _version(found: Any) -> tuple[int, int]:
     if found == _FLAT and type(found) is int:
         return _FLAT, 0
     match = _VERSION.fullmatch(found) if isinstance(found, str) else None
-    if match is not None and int(match[1]) in (FORMAT, *_LONGER):
-        return FORMAT, int(match[2])
+    if match is not None and int(match[1]) in (FORMAT, *_EARLIER):
+        return int(match[1]), int(match[2])
     later = " a later autopar wrote this file;" if match is not None and int(match[1]) > FORMAT else ""
     raise ValueError(
         f"'autopar_plan' must be the version of the format, '{FORMAT}.{ADDITION}' or {_FLAT}, got {found!r};{later} "

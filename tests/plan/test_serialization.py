@@ -199,8 +199,8 @@ CORRUPTIONS: list[tuple[str, Callable[[Data], None], str]] = [
     ("link", put("transfers", 1, "seconds", float("nan")), "transfers[1].seconds must be a finite number"),
     ("link", drop("transfers", 1, "forward_bytes"), "transfers[1].forward_bytes is missing"),
     ("notes", put("notes", [3]), "notes[0] must be a text, got 3"),
-    ("runner-up", put("runners_up", 0, "step_time", -1.0), "runners_up[0].step_time must be a finite number"),
-    ("runner-up", put("runners_up", 0, "description", 3), "runners_up[0].description must be a text, got 3"),
+    ("runner-up", put("runners_up", 0, 1, -1.0), "runners_up[0].step_time must be a finite number"),
+    ("runner-up", put("runners_up", 0, 0, 3), "runners_up[0].description must be a text, got 3"),
 ]
 
 
@@ -242,7 +242,7 @@ def test_a_file_with_stages_needs_operators_or_a_split() -> None:
     assert "no stage has operators; list them, or give a split of the modules" in complaint(data)
     split = {"a": 0, "b": 1, "c": 2}
     assert dict(Plan.from_json(json.dumps(data | {"split": split})).split) == split
-    alone = {"autopar_plan": "5.0", "stages": data["stages"][:1], "n_microbatches": 2}
+    alone = {"autopar_plan": "6.0", "stages": data["stages"][:1], "n_microbatches": 2}
     assert Plan.from_json(json.dumps(alone)).stages[0].operators == (), "the whole model"
 
 
@@ -293,12 +293,12 @@ def test_a_name_given_twice_is_reported_wherever_it_is() -> None:
         ("3", "not a plan"),
         ("[" * 100_000, "not a plan"),
         ("{}", "autopar_plan"),
-        ('{"autopar_plan": 99}', "version of the format, '5.0' or 2, got 99"),
-        ('{"autopar_plan": 1}', "version of the format, '5.0' or 2, got 1"),
-        ('{"autopar_plan": 2.0}', "version of the format, '5.0' or 2, got 2.0"),
-        ('{"autopar_plan": true}', "version of the format, '5.0' or 2, got True"),
-        ('{"autopar_plan": "3"}', "version of the format, '5.0' or 2, got '3'"),
-        ('{"autopar_plan": "6.0"}', "got '6.0'; a later autopar wrote this file; plan again"),
+        ('{"autopar_plan": 99}', "version of the format, '6.0' or 2, got 99"),
+        ('{"autopar_plan": 1}', "version of the format, '6.0' or 2, got 1"),
+        ('{"autopar_plan": 2.0}', "version of the format, '6.0' or 2, got 2.0"),
+        ('{"autopar_plan": true}', "version of the format, '6.0' or 2, got True"),
+        ('{"autopar_plan": "3"}', "version of the format, '6.0' or 2, got '3'"),
+        ('{"autopar_plan": "7.0"}', "got '7.0'; a later autopar wrote this file; plan again"),
         ('{"autopar_plan": 2}', "stages is missing"),
         ('{"autopar_plan": 2, "stages": [], "n_microbatches": 1}', "at least one stage"),
         ('{"autopar_plan": 2, "stages": 3, "n_microbatches": 1}', "stages must be a list, got 3"),
@@ -331,9 +331,9 @@ def test_a_number_that_no_float_holds_is_refused_by_its_place(value: str) -> Non
     sharding = StageSharding((2,), ("data",), exchanges=(exchange,))
     text = Plan((Stage(("a", "b"), sharding=sharding),), 1).to_json()
     assert Plan.from_json(text).stages[0].sharding == sharding
-    assert '"all_reduce", "data", 8, 1.0, ""' in text
+    assert '[0,"all_reduce data",8,1.0]' in text
     with pytest.raises(PlanError, match=re.escape("stages[0].sharding.exchanges[0].seconds must be a finite number")):
-        Plan.from_json(text.replace('"data", 8, 1.0', f'"data", 8, {value}'))
+        Plan.from_json(text.replace('data",8,1.0', f'data",8,{value}'))
 
 
 def test_loading_compares_every_name_with_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,10 +590,13 @@ def test_a_misspelt_operator_or_module_is_refused_with_the_one_that_was_meant(op
     plan = dataclasses.replace(autopar.plan(named(), cluster, plan=split, **call), split=())
     with pytest.raises(PlanError, match=re.escape(said)):
         autopar.plan(named(), cluster, plan=edited(plan, put("stages", 1, "operators", operators)), **call)
-    mesh = {"mesh": {"data": 2}, "strategies": {"third/linaer#0": "S0 R R -> S0"}}
-    whole = Plan((Stage(plan.devices, tuple(f"{name}/linear#0" for name in NAMES)),), 2)
+    stage = Stage(plan.devices, tuple(f"{name}/linear#0" for name in NAMES))
+    mesh = {"mesh": {"data": 2}, "strategies": {"S0 R R -> S0": "third/linaer#0"}}
+    with pytest.raises(PlanError, match="the stage has no operator 'third/linaer#0'; did you mean 'third/linear#0'"):
+        edited(Plan((stage,), 2), put("stages", 0, "sharding", mesh))
+    sharding = StageSharding.from_texts((2,), ("data",), {"third/linaer#0": "S0 R R -> S0"})
     with pytest.raises(PlanError, match="stage 0 lists 'third/linaer#0', which the model does not have; did you mean"):
-        autopar.plan(named(), cluster, plan=edited(whole, put("stages", 0, "sharding", mesh)), **call)
+        autopar.plan(named(), cluster, plan=Plan((dataclasses.replace(stage, sharding=sharding),), 2), **call)
     more = put("stages", 1, "operators", ["third: linear#0 linear#1", "fourth: linear#0"])
     found = autopar.plan(named(), cluster, plan=edited(plan, more), **call)
     assert "the plan lists 'third/linear#1', which this call does not run" in found.notes

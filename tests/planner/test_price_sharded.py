@@ -102,7 +102,7 @@ def test_strategies_that_do_not_exist_and_batches_that_do_not_divide_are_refused
     data = json.loads(plan.to_json())
     axes = len(data["stages"][0]["sharding"]["mesh"])
     wrong = " ".join(["S1" + "R" * (axes - 1)] * 3) + " -> P"
-    data["stages"][0]["sharding"].setdefault("strategies", {})["0.0/linear#0"] = wrong
+    data["stages"][0]["sharding"].setdefault("strategies", {})[wrong] = "0.0: linear"
     with pytest.raises(PlanError, match=r"0\.0/linear#0"):
         autopar.plan(layers(4), CLUSTER, plan=Plan.from_json(json.dumps(data)), **CALL)
     with pytest.raises(PlanError, match="7 micro-batches do not divide the batch of 64"):

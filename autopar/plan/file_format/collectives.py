@@ -1,17 +1,19 @@
 """The collectives of a plan file: each is written once, and named by its number wherever it happens.
 
-"collectives": [["all_reduce", "tensor", 262144, 7.1e-06, "backward"], ...]     bytes and seconds of each
-"exchanges": [["layers.3.mlp.up/linear#0", "layers.3.norm/mul#1", 0], ...]      operator, tensor, numbers
+"collectives": [[0, "all_reduce tensor backward", 262144, 7.1e-06, 8192, 1.4e-08]]       0 and 1: bytes and seconds
+"exchanges": [["layers.3.mlp.up: linear", "layers.3.norm/mul#1", 0], ...]                operators, tensor, numbers
 
-Collectives of equal bytes and seconds that always follow one another have one number: the gradients of a parameter are
-reduced, and then its parts gathered.
+A row may have several kinds of collectives, each with these bytes and seconds: first all of the first kind, then all of
+the second one. Collectives of equal bytes and seconds that always follow one another have one number: the gradients of
+a parameter are reduced, and then its parts gathered. Formats 3 to 5 have a list with a row for each.
 
-["reduce_scatter", "data", 8192, 1.4e-08, "backward once", "all_gather", "once"]
+[2, "reduce_scatter data backward once, all_gather once", 8192, 1.4e-08]
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 _NAMES = ("collective", "axis", "nbytes", "seconds")
 _ENDS = ("operator", "tensor")
 _FLAGS = ("backward", "once")
+_WORDS = r"(?: backward)?(?: once)?"
+_KIND = re.compile(rf"(?P<kind>\S+) (?P<axis>\S+?)(?P<flags>{_WORDS})(?P<more>(?:, \S+{_WORDS})*)")
 
 
 class Collectives:
@@ -39,6 +43,49 @@ class Collectives:
                     f"collectives[{index}] must be [{', '.join(_NAMES)}, flags, collective, flags ..], got {row!r}"
                 )
             found.table.append(row if well_formed else ["", "", 0, 0.0, ""])
+        return found
+
+    @classmethod
+    def read_groups(cls, groups: Any, problems: list[str]) -> Collectives:
+        """The same of format 6."""
+        found = cls()
+        for index, row in enumerate(groups if isinstance(groups, list) else [groups]):
+            number, *rest = row if isinstance(row, list) and row else [None]
+            matches = [_KIND.fullmatch(text) for text in itertools.takewhile(lambda cell: isinstance(cell, str), rest)]
+            values = rest[len(matches) :]
+            if type(number) is not int or not matches or None in matches or not values or len(values) % 2:
+                problems.append(
+                    f"collectives[{index}] must be like [number, 'all_reduce data backward', nbytes, seconds, nbytes, "
+                    f"seconds ..], got {row!r}"
+                )
+                continue
+            if number != len(found.table):
+                problems.append(f"collectives[{index}] has number {number}, but there are {len(found.table)} before it")
+            for match in filter(None, matches):
+                more = (one.partition(" ") for one in match["more"].split(", ")[1:])
+                flags = [match["flags"].strip(), *(part for name, _, words in more for part in (name, words))]
+                kind, axis = match["kind"], match["axis"]
+                found.table += ([kind, axis, *values[i : i + 2], *flags] for i in range(0, len(values), 2))
+        return found
+
+    def groups(self, lists: Sequence[list[list[Any]]]) -> list[list[Any]]:
+        """The table, with collectives of one kind together; they are renumbered, in all `lists` of rows."""
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for number, row in enumerate(self.table):
+            alike[tuple(row[:2] + row[4:])].append(number)
+        kinds: dict[str, list[tuple[Any, ...]]] = defaultdict(list)  # that have the same bytes and seconds
+        for kind, numbers in alike.items():
+            kinds[repr([self.table[number][2:4] for number in numbers])].append(kind)
+        found: list[list[Any]] = []
+        renumbered: dict[int, int] = {}
+        for same in kinds.values():
+            values = itertools.chain.from_iterable(self.table[number][2:4] for number in alike[same[0]])
+            found.append([len(renumbered), *(_text(*kind) for kind in same), *values])
+            for kind in same:
+                n = len(renumbered)
+                renumbered |= {number: n + place for place, number in enumerate(alike[kind])}
+        for row in itertools.chain(*lists):
+            row[2:] = [renumbered[number] for number in row[2:]]
         return found
 
     def rows(self, exchanges: Sequence[dict[str, Any]]) -> list[list[Any]]:
@@ -103,3 +150,9 @@ class Collectives:
             self._numbers[row] = len(self.table)
             self.table.append(list(row))
         return self._numbers[row]
+
+
+def _text(kind: str, axis: str, flags: str, *more: str) -> str:
+    """`reduce_scatter data backward once, all_gather once`"""
+    first = f"{kind} {axis} {flags}".rstrip()
+    return ", ".join([first, *(f"{name} {words}".rstrip() for name, words in zip(more[::2], more[1::2], strict=True))])

@@ -123,7 +123,7 @@ def unfolded(folded: FoldedLayers, rows: Sequence[Row]) -> Iterator[Row]:
     """The rows of all layers. `rows`: of the definition."""
     for layer in folded.layers:
         for row in rows[slice(*folded.part)]:
-            yield tuple(_absolute(cell, layer) if isinstance(cell, str) else cell for cell in row)
+            yield tuple(absolute(cell, layer) if isinstance(cell, str) else cell for cell in row)
 
 
 _Group = tuple[Layer | None, Any]  # rows with `@`, or for None one item
@@ -137,7 +137,7 @@ def _grouped(items: Sequence[Item], subject: Callable[[Row], str], level: int) -
         if layer is None or isinstance(item, FoldedLayers):
             groups.append((None, item))
             continue
-        row = tuple(_relative(cell, layer) if isinstance(cell, str) else cell for cell in item)
+        row = tuple(relative(cell, layer) if isinstance(cell, str) else cell for cell in item)
         if groups and groups[-1][0] == layer:
             groups[-1][1].append(row)
         else:
@@ -168,7 +168,7 @@ def _folded(groups: Sequence[_Group], definitions: dict[str, Definitions], excep
 def _of_layer(rows: Sequence[Row], layer: Layer) -> Iterator[Row]:
     """The rows without `@`."""
     for row in rows:
-        yield tuple(_absolute(cell, layer) if isinstance(cell, str) else cell for cell in row)
+        yield tuple(absolute(cell, layer) if isinstance(cell, str) else cell for cell in row)
 
 
 def _match(
@@ -217,7 +217,7 @@ def _of_parent(parent: str) -> re.Pattern[str]:
     return re.compile((re.escape(parent) + r"\." if parent else "") + r"(0|[1-9]\d*)(?=[./]|$)")
 
 
-def _relative(text: str, layer: Layer) -> str:
+def relative(text: str, layer: Layer) -> str:
     """`@.mlp/linear#0` for `model.layers.3.mlp/linear#0`, seen from layer 3; `@-1...` from layer 4."""
     match = _of_parent(layer.parent).match(text)
     if match is None:
@@ -226,7 +226,17 @@ def _relative(text: str, layer: Layer) -> str:
     return f"@{apart:+d}{text[match.end() :]}" if apart else f"@{text[match.end() :]}"
 
 
-def _absolute(text: str, layer: Layer) -> str:
+def inside(name: str, layer: Layer) -> str:
+    """`mlp/linear#0` for `model.layers.3.mlp/linear#0`, and `/add#0` for the layer's own."""
+    return relative(name, layer).removeprefix("@").removeprefix(".")
+
+
+def outside(name: str, layer: Layer) -> str:
+    """The other way round."""
+    return absolute(f"@{'' if name.startswith('/') else '.'}{name}", layer)
+
+
+def absolute(text: str, layer: Layer) -> str:
     match = _LAYER.match(text)
     if match is None:
         return text

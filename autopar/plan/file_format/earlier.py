@@ -1,4 +1,4 @@
-"""Format 5 of a plan file: the fields of format 2, with equal layers written once, and shorter where people edit.
+"""Reads formats 5, 4 and 3 of a plan file as the fields of format 2. They have equal layers written once.
 
 Format 4 has every transfer, and in every redistribution the first passage and the tensor's whole name. Format 3 has
 besides a number for every collective, a row for every tensor of an operator's exchanges, and no "those of strategies
@@ -20,185 +20,26 @@ device_kinds ["H100", "H100", ...]                    "device_kinds": "H100", if
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from autopar.hints.module_paths import near
 from autopar.plan.file_format.collectives import Collectives
+from autopar.plan.file_format.earlier_rows import ENTRY, KINDS, Kind, Reference
 from autopar.plan.file_format.fields import UNREADABLE
-from autopar.plan.file_format.folding import Definitions, FoldedLayers, Item, Row, fold, unfolded
-from autopar.plan.file_format.rows import ENTRY, KINDS, REFERENCE, Kind, Reference, labels_of
-from autopar.plan.file_format.short_values import (
-    MOST_IN_A_ROW,
-    devices_in_rows,
-    each_device,
-    each_transfer,
-    numbered,
-    runs_of_transfers,
-    with_numbers,
-)
-from autopar.plan.recompute import NAMES, RECOMPUTE, Recompute, recompute_flags
-from autopar.sharding.stage_sharding import totals
+from autopar.plan.file_format.folding import FoldedLayers, Row, unfolded
+from autopar.plan.file_format.operators import LAYERS, labels_of, range_of
+from autopar.plan.file_format.short_values import each_device
+from autopar.plan.file_format.transfers import each_transfer
+from autopar.plan.file_format.writing import FLAGS, sums
+from autopar.plan.recompute import RECOMPUTE, recompute_flags
 
 _LAYERS = "layers"
-_FIRST = ("n_microbatches", "schedule", "batch_size", "training", "predicted_step_time")  # in a file, before the stages
-_FLAGS = ("recompute", "selective", "layerwise", "keeps_products")
 _COLLECTIVES, _TIMES = "collectives", "times"
 _REPEATED = "repeated"  # the field with numbers of the table of times
 _EVERY = "every_stage"
 _OPERATORS, _STRATEGIES = "operators", "strategies"
 _OF_STRATEGIES = "those of strategies "  # and a definition, which has the operators already
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def layered(flat: dict[str, Any]) -> dict[str, Any]:
-    """The fields of format 2 as format 5."""
-    stages = [dict(stage) for stage in flat["stages"]]
-    for stage in stages:
-        if "sharding" in stage:
-            stage["sharding"] = _with_named_axes(stage["sharding"])
-        mode = _mode(stage)
-        for flag in _FLAGS:
-            stage.pop(flag, None)
-        if mode is not Recompute.NONE:
-            stage["recompute"] = NAMES[mode]
-    collectives = Collectives()
-    shardings = [stage["sharding"] for stage in stages if "exchanges" in stage.get("sharding", ())]
-    for sharding in shardings:
-        _leave_out_totals(sharding)
-        sharding["exchanges"] = collectives.rows(sharding["exchanges"])
-    collectives.joined([sharding["exchanges"] for sharding in shardings])
-    layers: dict[str, dict[str, Any]] = {}
-    defined: dict[str, dict[str, Definitions]] = {}  # by field and parent
-    # Per sharding and field: the folded layers that are its only content.
-    alone: dict[int, dict[str, FoldedLayers]] = defaultdict(dict)
-    for kind in KINDS:
-        holders = [h for h in (s.get("sharding") if kind.sharding else s for s in stages) if h and kind.name in h]
-        lists = [kind.rows(holder[kind.name]) for holder in holders]
-        folded, definitions = fold(lists, kind.subject, exceptions=kind.pairs)
-        if any(_expanded(kind, items, definitions) != rows for items, rows in zip(folded, lists, strict=True)):
-            folded, definitions = [list(rows) for rows in lists], {}  # names that look like those of folded layers
-        for holder, items in zip(holders, folded, strict=True):
-            holder[kind.name] = kind.write(items, definitions)
-            if kind.sharding and len(items) == 1 and isinstance(items[0], FoldedLayers) and items[0].part == (0, None):
-                alone[id(holder)][kind.name] = items[0]
-        defined[kind.name] = definitions
-        for parent, found in definitions.items():
-            mine = {name: kind.write(rows, definitions) for name, rows in found.rows.items()}
-            layers.setdefault(parent, {})[kind.name] = mine
-    for parent, fields in layers.items():
-        known = {
-            tuple(row[0] for row in rows): name
-            for name, rows in defined[_STRATEGIES].get(parent, Definitions()).rows.items()
-        }
-        for name, rows in defined[_OPERATORS].get(parent, Definitions()).rows.items():
-            other = known.get(tuple(row[0] for row in rows))
-            if other is not None:
-                fields[_OPERATORS][name] = f"{_OF_STRATEGIES}{other}"
-    repeated = [stage["sharding"][_REPEATED] for stage in stages if _REPEATED in stage.get("sharding", ())]
-    repeated += [rows for fields in layers.values() for rows in fields.get(_REPEATED, {}).values()]
-    times = numbered(repeated)
-    for stage in stages:
-        stage["devices"] = devices_in_rows(stage["devices"])
-        if "sharding" in stage:
-            stage["sharding"] = _with_layers_alone(stage["sharding"], alone[id(stage["sharding"])], layers)
-    first = {name: flat[name] for name in _FIRST if name in flat and not (name == "training" and flat[name])}
-    rest = {name: value for name, value in flat.items() if name not in (*_FIRST, "stages")}
-    if "transfers" in rest:
-        rest["transfers"] = runs_of_transfers([_short_transfer(one) for one in rest["transfers"]])
-    rest = _without(rest, "one_worker")
-    if "devices" in rest:
-        rest["devices"] = devices_in_rows(rest["devices"])
-    kinds = rest.get("device_kinds")
-    if kinds and len(set(kinds)) == 1 and len(kinds) == len(flat.get("devices", ())):
-        rest["device_kinds"] = kinds[0]
-    shared = {_EVERY: _taken_from_most(stages), _LAYERS: layers, _TIMES: times}
-    shared[_COLLECTIVES] = collectives.table
-    return {**first, "stages": stages, **{name: value for name, value in shared.items() if value}, **rest}
-
-
-def _taken_from_most(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers that most stages have, of fields that all have; they are taken out of these stages."""
-    names = [name for name in stages[0] if all(type(stage.get(name)) in (int, float) for stage in stages)]
-    usual = {}
-    for name in names:
-        (kind, value), times = Counter((type(stage[name]), stage[name]) for stage in stages).most_common(1)[0]
-        if times == 1:
-            continue
-        usual[name] = value
-        for stage in stages:
-            if (type(stage[name]), stage[name]) == (kind, value):
-                del stage[name]
-    return usual
-
-
-def _short_transfer(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Without the bytes of gradients if they are those of values, as they mostly are."""
-    same = transfer["backward_bytes"] == transfer["forward_bytes"]
-    short = _without(transfer, "blocking")
-    return {name: value for name, value in short.items() if not (same and name == "backward_bytes")}
-
-
-def _with_layers_alone(
-    sharding: dict[str, Any], alone: dict[str, FoldedLayers], layers: dict[str, Any]
-) -> dict[str, Any]:
-    """One reference for all fields of a sharding that have no more than the same layers."""
-    if not alone:
-        return sharding
-    common, times = Counter(alone.values()).most_common(1)[0]
-    mine = {name for name, folded in alone.items() if folded == common}
-    defined = {name for name, found in layers[common.parent].items() if common.definition in found}
-    others = [kind for kind in KINDS if kind.sharding and kind.name in defined - mine]
-    if times < 2 or any(kind.pairs or kind.name not in sharding for kind in others):
-        return sharding  # a reader would take such a field from the layers
-    rest = {name: value for name, value in sharding.items() if name not in mine | {"mesh"}}
-    return {"mesh": sharding["mesh"], _LAYERS: f"{common.path} as {common.definition}", **rest}
-
-
-def _without(fields: dict[str, Any], flag: str) -> dict[str, Any]:
-    """The fields, but for a flag that is not set."""
-    return {name: value for name, value in fields.items() if name != flag or value}
-
-
-def _leave_out_totals(sharding: dict[str, Any]) -> None:
-    """Without sums that follow from other fields; `null` where there are none although there could be."""
-    for name, value in _totals(sharding).items():
-        if sharding.get(name) == value:
-            del sharding[name]
-        else:
-            sharding.setdefault(name, None)
-
-
-def _totals(sharding: dict[str, Any]) -> dict[str, Any]:
-    """By field, what exchanges and repeated work add up to."""
-    each = ((one["nbytes"], one["seconds"]) for one in sharding["exchanges"] if not one.get("once"))
-    repeated = (one["seconds"] for one in sharding.get("repeated", ()))
-    return dict(zip(("collective_bytes", "collective_time", "repeated_time"), totals(each, repeated), strict=True))
-
-
-def _with_named_axes(sharding: dict[str, Any]) -> dict[str, Any]:
-    rest = {name: value for name, value in sharding.items() if name not in ("mesh", "axes")}
-    return {"mesh": dict(zip(sharding["axes"], sharding["mesh"], strict=True)), **rest}
-
-
-def _mode(stage: dict[str, Any]) -> Recompute:
-    flags = {name: stage.get(name, False) for name in _FLAGS}
-    return RECOMPUTE[next(name for name in RECOMPUTE if recompute_flags(name) == flags)]
-
-
-def _expanded(kind: Kind, items: Sequence[Item], definitions: dict[str, Definitions]) -> list[Row]:
-    rows: list[Row] = []
-    for item in items:
-        rows += (
-            unfolded(item, definitions[item.parent].rows[item.definition]) if isinstance(item, FoldedLayers) else [item]
-        )
-    return list(dict(rows).items()) if kind.pairs else rows
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -221,7 +62,7 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         devices = data.get("devices", [])
         data["device_kinds"] = [data["device_kinds"]] * len(devices) if isinstance(devices, list) else UNREADABLE
     if isinstance(data.get("transfers"), list):
-        data["transfers"] = list(each_transfer(data["transfers"], problems))
+        data["transfers"] = each_transfer(data["transfers"], problems, in_order=False)
     every = data.pop(_EVERY, {})
     if not isinstance(every, dict):
         problems.append(f"{_EVERY} must be an object of fields that all stages have, got {every!r}")
@@ -235,6 +76,21 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
             for number, stage in enumerate(data["stages"])
         ]
     return data
+
+
+def with_numbers(value: Any, table: Any, where: str, problems: list[str]) -> Any:
+    """Rows with the numbers that they have by their places in the table; what is none goes into `problems`."""
+    if not isinstance(value, list):
+        return value
+    found = []
+    for index, row in enumerate(value):
+        if not isinstance(row, list):
+            found.append(row)
+            continue
+        wrong = [cell for cell in row if type(cell) is int and not 0 <= cell < len(table)]
+        problems += [f"{where}[{index}] has number {cell}, but there are {len(table)} times" for cell in wrong[:1]]
+        found.append([table[cell] if type(cell) is int and cell not in wrong else cell for cell in row])
+    return found
 
 
 def _has_objects(fields: Any, name: str) -> bool:
@@ -252,7 +108,7 @@ def _flat_stage(
     stage = dict(stage)
     if "devices" in stage:
         stage["devices"] = each_device(stage["devices"])
-    for flag in _FLAGS[1:]:
+    for flag in FLAGS[1:]:
         if flag in stage:
             problems.append(f"{where}{flag} is unknown; write 'recompute' with one of {', '.join(RECOMPUTE)}")
             del stage[flag]
@@ -282,7 +138,7 @@ def _flat_stage(
         sharding["exchanges"] = collectives.exchanges(sharding["exchanges"], f"{where}sharding.exchanges", problems)
         # Values that are no numbers are refused by whoever reads the fields.
         with contextlib.suppress(TypeError, OverflowError, ValueError):
-            sharding |= {name: value for name, value in _totals(sharding).items() if name not in sharding}
+            sharding |= {name: value for name, value in sums(sharding).items() if name not in sharding}
     return stage
 
 
@@ -293,7 +149,7 @@ def _take_from_layers(sharding: dict[str, Any], where: str, definitions: _Defini
         return
     text = sharding.pop(_LAYERS)
     found = ENTRY.fullmatch(text) if isinstance(text, str) else None
-    match = REFERENCE.fullmatch(found["path"]) if found is not None else None
+    match = LAYERS.fullmatch(found["path"]) if found is not None else None
     if found is None or match is None or not found["name"]:
         problems.append(f"{where}{_LAYERS} must be like 'model.layers.0-7 as A', got {text!r}")
         return
@@ -385,9 +241,9 @@ class _Definitions:
 
     def _expanded(self, kind: Kind, entry: Reference) -> Iterator[Row]:
         """Raises ValueError."""
-        match = REFERENCE.fullmatch(entry.path)
+        match = LAYERS.fullmatch(entry.path)
         assert match is not None, "readers refuse other paths"
-        parent, first, last = match["parent"] or "", int(match["first"]), int(match["last"] or match["first"])
+        parent = match["parent"] or ""
         known = self._rows.get((parent, kind.name))
         if known is None:
             defined = [name for name, field in self._rows if field == kind.name]
@@ -396,8 +252,7 @@ class _Definitions:
             raise ValueError(
                 f"'{_LAYERS}' defines no {kind.name} '{entry.name}' of '{parent}'; it has {', '.join(known)}"
             )
-        if not first <= last < first + MOST_IN_A_ROW:
-            raise ValueError(f"a range of layers goes from the lower number to the higher, at most {MOST_IN_A_ROW}")
+        numbers = range_of(match)
         rows = known[entry.name]
         labels = labels_of(rows)
         ends: list[int | None] = []
@@ -405,4 +260,4 @@ class _Definitions:
             if isinstance(label, str) and label not in labels:
                 raise ValueError(f"such a layer has no '{label}'{near(label, labels)}")
             ends.append(labels.index(label) if isinstance(label, str) else label)
-        return unfolded(FoldedLayers(parent, first, last, entry.name, (ends[0] or 0, ends[1])), rows)
+        return unfolded(FoldedLayers(parent, numbers[0], numbers[-1], entry.name, (ends[0] or 0, ends[1])), rows)

@@ -1,0 +1,301 @@
+"""The tables of a sharding: what each operator, or each parameter, of a stage has, and how a plan file writes it.
+
+table             of an operator or parameter            in a file
+strategies        placements                             {"S0 R -> S0": ["mlp.gate,up: linear", "norm: mul"]}
+parameters        placements                             {"S0": "mlp.gate,up: weight"}
+redistributions   (tensor, shared steps, own steps) ..   [["norm/mul#0", "", "S0 > R, back", "mlp: linear"], ..]
+exchanges         (tensor, numbers of collectives) ..    [["mlp.up: linear", "norm/mul#0", 1, ".weight", 2, 3]]
+repeated          seconds                                [[1e-6, "mlp: mul#0", "norm: add"]]
+
+Lines are those of `names.py`. A tensor `.weight` is that of the operator's module. Of redistributions, "" stands for
+where the readers' own steps begin, or for where the shared ones end, and "S0 > R, back" has the gradient go back the
+same way, "P > S0". A reader puts rows in the order of the stage's operators;
+reader "" is what comes after the stage. An operator that has nothing although its
+layer's definition says so: "none", or a row without values. A table whose rows are in another order, or of operators
+that the stage does not have, is {"rows": [...]}, with all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from autopar.plan.file_format.names import OPERATORS, OUTPUT, PARAMETERS, Known, lines_for
+
+Value = Any  # what a table has of a key: texts and numbers, in tuples; hashable
+Pairs = list[tuple[str, Value]]
+ROWS = "rows"
+NOTHING = "none"
+_GRADIENTS = str.maketrans("RP", "PR")  # of placements
+_NUMBER = (int, float)
+
+
+class Entry(NamedTuple):
+    """Of a table in a file: what the keys that a line names have; `value` None: nothing."""
+
+    line: str
+    value: Value
+
+
+class Wrong(NamedTuple):
+    """What cannot be read; `text` follows the table's place."""
+
+    text: str
+
+
+class Table(NamedTuple):
+    """How a table is written."""
+
+    name: str
+    separator: str
+    pairs: Callable[[Any], Pairs]  # of its value in format 2
+    flat: Callable[[Pairs], Any]  # ... and back
+    write: Callable[[Sequence[tuple[list[str], Value]]], Any]  # lines and what their keys have, as JSON
+    read: Callable[[Any], Iterator[Entry | Wrong]]
+    adds: bool  # entries of one key add up; otherwise the last one counts
+    is_object: bool  # in JSON: otherwise a list
+
+
+def compact(table: Table, values: Mapping[str, Value], known: Known) -> Any:
+    """A table as JSON: each value once, with lines for the keys that have it. `known`: operators."""
+    keys: dict[Value, list[str]] = defaultdict(list)
+    for key, value in values.items():
+        keys[_kind_of(value)].append(key)
+    known = known._replace(separator=table.separator)
+    exact = set() if table.adds or table.separator == PARAMETERS else _by_number(keys, known)
+    return table.write([(lines_for(mine, known, exact.difference(mine)), value[1]) for value, mine in keys.items()])
+
+
+def _by_number(keys: Mapping[Any, list[str]], known: Known) -> set[str]:
+    """Operators that are named by their numbers since most others of their kind, in the same module, have another
+    value: a line may then name the kind."""
+    value_of = {key: value for value, mine in keys.items() for key in mine}
+    found: set[str] = set()
+    for module, names in known.names.items():
+        kinds: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            kinds[name.rpartition("#")[0]].append(f"{module}/{name}")
+        for mine in kinds.values():
+            if all(key in value_of for key in mine):
+                usual, times = Counter(value_of[key] for key in mine).most_common(1)[0]
+                if len(mine) > 2 * (len(mine) - times):
+                    found |= {key for key in mine if value_of[key] != usual}
+    return found
+
+
+def _kind_of(value: Value) -> tuple[str, Value]:
+    """1 and 1.0 are equal, but are not written alike."""
+    return repr(value), value
+
+
+# -- texts by name ----------------------------------------------------------------------------------------------------
+
+
+def _write_texts(groups: Sequence[tuple[list[str], Value]]) -> dict[str, Any]:
+    return {NOTHING if text is None else text: lines[0] if len(lines) == 1 else lines for lines, text in groups}
+
+
+def _read_texts(value: Any) -> Iterator[Entry | Wrong]:
+    if not isinstance(value, dict):
+        yield Wrong(f" must be an object from placements to names, got {value!r}")
+        return
+    for text, lines in value.items():
+        each = lines if isinstance(lines, list) else [lines]
+        wrong = [line for line in each if not isinstance(line, str)]
+        turned = [line for line in each if isinstance(line, str) and " -> " in line]
+        if wrong:
+            yield Wrong(f" must be an object from placements such as 'S0R' to names, got {wrong[0]!r} for '{text}'")
+        elif turned:
+            yield Wrong(f" has names before placements; write '{turned[0]}': '{text}'")
+        else:
+            yield from (Entry(line, None if text == NOTHING else text) for line in each)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def end(passage: str) -> str:
+    """Where steps end and, if the gradient takes some, where those begin: `R, back P` of `S0 > R, back P > S0`."""
+    forward, back, backward = passage.partition(", back ")
+    return f"{forward.rpartition(' > ')[2]}{back}{backward.partition(' > ')[0]}"
+
+
+def _rows(what: str, value: Any, fewest: int) -> Iterator[list[Any] | Wrong]:
+    """Rows of a list. `what`: the values of one, for errors."""
+    if not isinstance(value, list):
+        yield Wrong(f" must be a list, got {value!r}")
+        return
+    for index, row in enumerate(value):
+        if not isinstance(row, list) or not row or 1 < len(row) < fewest:
+            yield Wrong(f"[{index}] must be [{what}], got {row!r}")
+        else:
+            yield row
+
+
+def _wrong(value: Any, row: Any, cell: Any) -> Wrong:
+    index = next(index for index, other in enumerate(value) if other is row)
+    return Wrong(f"[{index}] has a value of a wrong type, {cell!r}, in {row!r}")
+
+
+def _redistribution_pairs(rows: Any) -> Pairs:
+    runs = itertools.groupby(rows, key=lambda row: row[1] or f"{OUTPUT}{row[0]}")
+    return [(reader, tuple((tensor, shared, own) for tensor, _, shared, own in run)) for reader, run in runs]
+
+
+def _flat_redistributions(pairs: Pairs) -> list[list[str]]:
+    return [[tensor, _reader(reader), shared, own] for reader, value in pairs for tensor, shared, own in value]
+
+
+def _reader(line: str) -> str:
+    return "" if line.startswith(OUTPUT) else line
+
+
+def _write_redistributions(groups: Sequence[tuple[list[str], Value]]) -> list[list[str]]:
+    found = []
+    for lines, value in groups:
+        if value is None:
+            found += [[line] for line in lines]
+            continue
+        readers = [_reader(line) for line in lines]
+        found += [[tensor, *_short_passages(shared, own), *readers] for tensor, shared, own in value]
+    return found
+
+
+def _short_passages(shared: str, own: str) -> tuple[str, str]:
+    if shared == begin(own):
+        return "", _short(own)
+    return _short(shared), "" if own == end(shared) else _short(own)
+
+
+def _short(passage: str) -> str:
+    """`S0 > R, back` of `S0 > R, back P > S0`: the gradient goes back the same way, summed where the value is whole and
+    whole where it is summed."""
+    forward, back, _ = passage.partition(", back ")
+    short = f"{forward}, back"
+    return short if back and _whole(short) == passage else passage
+
+
+def _whole(passage: str) -> str:
+    forward = passage.removesuffix(", back")
+    if forward == passage:
+        return passage
+    return f"{passage} {' > '.join(reversed(forward.translate(_GRADIENTS).split(' > ')))}"
+
+
+def begin(passage: str) -> str:
+    """Where steps begin and, if the gradient takes some, where those end: `S0, back S0` of `S0 > R, back P > S0`."""
+    forward, back, backward = passage.partition(", back ")
+    return f"{forward.partition(' > ')[0]}{back}{backward.rpartition(' > ')[2]}"
+
+
+def _read_redistributions(value: Any) -> Iterator[Entry | Wrong]:
+    for row in _rows("tensor, shared steps, own steps, readers ..", value, 4):
+        if isinstance(row, Wrong):
+            yield row
+            continue
+        wrong = [cell for cell in row if not isinstance(cell, str)]
+        if wrong:
+            yield _wrong(value, row, wrong[0])
+        elif len(row) == 1:
+            yield Entry(row[0], None)
+        else:
+            tensor, shared, own, *lines = row
+            shared, own = _whole(shared), _whole(own)
+            steps = (tensor, shared or begin(own), own or end(shared))
+            yield from (Entry(line or f"{OUTPUT}{tensor}", (steps,)) for line in lines)
+
+
+def _exchange_pairs(rows: Any) -> Pairs:
+    runs = itertools.groupby(rows, key=lambda row: row[0])
+    return [(operator, tuple(tuple(row[1:]) for row in run)) for operator, run in runs]
+
+
+def _flat_exchanges(pairs: Pairs) -> list[list[Any]]:
+    return [[operator, *cells] for operator, value in pairs for cells in value]
+
+
+def _write_exchanges(groups: Sequence[tuple[list[str], Value]]) -> list[list[Any]]:
+    return [[line, *itertools.chain(*(value or ()))] for lines, value in groups for line in lines]
+
+
+def _read_exchanges(value: Any) -> Iterator[Entry | Wrong]:
+    for row in _rows("operators, tensor, numbers ..", value, 3):
+        if isinstance(row, Wrong):
+            yield row
+            continue
+        line, *cells = row
+        wrong = [cell for cell in cells if type(cell) not in (int, str)]
+        wrong += [cell for cell in (line, *cells[:1]) if not isinstance(cell, str)]
+        if wrong:
+            yield _wrong(value, row, wrong[0])
+            continue
+        starts = [index for index, cell in enumerate(cells) if isinstance(cell, str)]
+        yield Entry(line, tuple(tuple(cells[a:b]) for a, b in itertools.pairwise([*starts, len(cells)])) or None)
+
+
+def _write_repeated(groups: Sequence[tuple[list[str], Value]]) -> list[list[Any]]:
+    return [[seconds, *lines] for lines, seconds in groups]
+
+
+def _read_repeated(value: Any) -> Iterator[Entry | Wrong]:
+    for row in _rows("seconds, operators ..", value, 2):
+        if isinstance(row, Wrong):
+            yield row
+            continue
+        seconds, *lines = row
+        wrong = [seconds] if seconds is not None and type(seconds) not in _NUMBER else []
+        wrong += [line for line in lines if not isinstance(line, str)]
+        if wrong:
+            yield _wrong(value, row, wrong[0])
+        else:
+            yield from (Entry(line, seconds) for line in lines)
+
+
+STRATEGIES = "strategies"
+PARAMETER_TABLE = "parameters"
+EXCHANGES = "exchanges"
+
+_TEXTS: dict[str, Any] = {
+    "pairs": lambda value: list(value.items()),
+    "flat": dict,
+    "write": _write_texts,
+    "read": _read_texts,
+    "adds": False,
+    "is_object": True,
+}
+TABLES = (
+    Table(STRATEGIES, OPERATORS, **_TEXTS),
+    Table(PARAMETER_TABLE, PARAMETERS, **_TEXTS),
+    Table(
+        "redistributions",
+        OPERATORS,
+        _redistribution_pairs,
+        _flat_redistributions,
+        _write_redistributions,
+        _read_redistributions,
+        adds=True,
+        is_object=False,
+    ),
+    Table(
+        EXCHANGES,
+        OPERATORS,
+        _exchange_pairs,
+        _flat_exchanges,
+        _write_exchanges,
+        _read_exchanges,
+        adds=True,
+        is_object=False,
+    ),
+    Table(
+        "repeated",
+        OPERATORS,
+        lambda value: [(one["operator"], one["seconds"]) for one in value],
+        lambda pairs: [{"operator": operator, "seconds": seconds} for operator, seconds in pairs],
+        _write_repeated,
+        _read_repeated,
+        adds=False,
+        is_object=False,
+    ),
+)

@@ -27,6 +27,7 @@ from autopar.report.plan_report.verdict import verdict
 from autopar.report.tables import WIDTH
 from autopar.runtime.step_profile import MeasuredAction, StageStep, StepProfile
 from autopar.sharding.stage_sharding import StageSharding, Stored
+from autopar.sharding.strategies import OperatorPlacements
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)>" onload="alert(3)'
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "MB": 1e6, "GB": 1e9, "%": 0.01, "days": 86400.0, "hours": 3600.0}
@@ -320,7 +321,15 @@ def mixed(n_in_parts: int) -> Plan:
     sharding = StageSharding(
         (2,),
         ("model",),
-        strategies=tuple((key, (((0,), (-1,)), ((0,),))) for key in keys),
+        strategies=tuple(
+            (
+                key,
+                OperatorPlacements(((-1,), (0,)), ((2,),))
+                if i < n_in_parts
+                else OperatorPlacements(((0,), (-1,)), ((0,),)),
+            )
+            for i, key in enumerate(keys)
+        ),
         parameters=tuple(
             (f"layers.{i}.weight", Stored(((0,) if i < n_in_parts else (-1,)), (0,), False)) for i in range(8)
         ),
@@ -331,10 +340,12 @@ def mixed(n_in_parts: int) -> Plan:
 
 def test_a_mesh_that_cuts_samples_and_parameters_is_not_called_data_parallel() -> None:
     assert verdict(mixed(1)).startswith("Data parallel 4, ZeRO-1"), "a head alone may be cut"
-    text = verdict(mixed(4))
-    assert text.startswith(
-        "Data parallel 2 x a mesh of 2 devices that split samples or parameters, operator by operator"
-    )
+    for n_in_parts, words in (
+        (3, "Data parallel 2 x mostly data parallel 2 (tensor parallel in 38% of the matrix products), ZeRO-1"),
+        (4, "Data parallel 2 x partly data parallel 2 (tensor parallel in 50% of the matrix products), ZeRO-1"),
+        (5, "Data parallel 2 x mostly tensor parallel 2 (data parallel in 38% of the matrix products), "),
+    ):
+        assert verdict(mixed(n_in_parts)).startswith(words)
     with pytest.raises(PlanError, match="some operators cut samples, and others parameters"):
         mixed(4).to_megatron_args()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.errors import PlanError
 from autopar.plan.degrees import Degrees
 from autopar.plan.exits.plan_degrees import degrees_in
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import DESCRIBED, RECOMPUTE, Recompute
+from autopar.report.plan_report.axis_words import axes_of, repeated, words, zero_words
 from autopar.report.quantities import count
 from autopar.report.stage_devices import nodes_of
 
@@ -58,25 +61,54 @@ def _by_degrees(plan: Plan, degrees: Degrees) -> str:
 
 
 def _by_stages(plan: Plan) -> str:
+    """By what the devices of the stages' meshes do, where degrees are too few words."""
+    first = plan.stages[: plan.ranks]
+    widths, replicas = [stage.shards for stage in first], {stage.replicas for stage in first}
+    axes = axes_of(plan.stages)
+    if axes is None or len(replicas) > 1:
+        return _by_shape(plan, widths)
+    copies = plan.stages[0].replicas
+    data = math.prod(axis.size for axis in axes if axis.cuts_samples and axis.only_samples) * copies
+    parts = [f"data parallel {data}"] * (data > 1)
+    parts += [words(axis) for axis in axes if axis.size > 1 and not (axis.cuts_samples and axis.only_samples)]
+    if plan.ranks > 1:
+        chunks = f" with {plan.chunks} stages each" if plan.chunks > 1 else ""
+        parts.append(f"pipeline parallel {plan.ranks}{chunks} ({plan.schedule})")
+    text = " x ".join(parts)
+    zero = zero_words(plan.stages, axes)
+    text += f", {zero}" * bool(zero)
+    text += f", {_microbatches(plan, math.prod(axis.size for axis in axes if axis.cuts_samples))}"
+    again = repeated(axes)
+    text += f"; every replica does {again} for all samples" * bool(again)
+    return text + _again(plan) + ("" if plan.training else ", for inference")
+
+
+def _by_shape(plan: Plan, widths: list[int]) -> str:
+    """Of stages whose devices share work in different ways."""
     used = len(plan.used_devices)
-    widths = [stage.shards for stage in plan.stages[: plan.ranks]]
     replicas = [stage.replicas for stage in plan.stages[: plan.ranks]]
     if len(plan.stages) == 1:
-        mesh = plan.stages[0].sharding
-        if mesh is not None:
-            shape = " x ".join(map(str, mesh.mesh))
-            copies = f"data parallel {replicas[0]} x " * (replicas[0] > 1)
-            text = f"{copies}a mesh of {shape} devices that split samples or parameters, operator by operator"
-        else:
-            text = f"data parallel {used}"
+        text = f"data parallel {used}"
     else:
         text = f"a pipeline of {count(len(plan.stages), 'stage')} on {count(used, 'device')} ({plan.schedule})"
         if max(widths) > 1:
             text += f", meshes of {_each(widths)} devices that split samples or parameters, operator by operator"
         if max(replicas) > 1:
             text += f", {_each(replicas)} replicas"
-    text += f", {count(plan.n_microbatches, 'micro-batch', 'micro-batches')}" + _again(plan)
+    text += f", {_microbatches(plan, 1)}" + _again(plan)
     return text + ("" if plan.training else ", for inference")
+
+
+def _microbatches(plan: Plan, data: int) -> str:
+    """Those of each replica, where they go round evenly; `data`: devices of a mesh that cut samples."""
+    m, r = plan.n_microbatches, max(stage.replicas for stage in plan.stages)
+    same = len({stage.replicas for stage in plan.stages}) == 1
+    if not same or m % r or (plan.batch_size or 0) % (m * data):
+        return count(m, "micro-batch", "micro-batches") + " in all" * (r > 1)
+    text = count(m // r, "micro-batch", "micro-batches")
+    if plan.batch_size is not None:
+        text += f" of {count(plan.batch_size // m // data, 'sample')}"
+    return text + " on each replica" * (r * data > 1)
 
 
 def _each(numbers: list[int]) -> str:

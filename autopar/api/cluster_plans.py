@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.analysis.example import Example
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
@@ -26,4 +28,5 @@ def cluster_pricer(example: Example, cluster: Cluster, options: PlanOptions) -> 
         lambda plan: priced_on_cluster(plan, example, cluster, options),
         lambda plan, zero: at_zero_ahead(plan, zero, example, cluster, options),
         lambda plan, factor: priced_on_cluster(plan, example, with_networks(cluster, factor), options),
+        lambda plan, launch: priced_ahead(plan, example, cluster, replace(options, launch=launch)),
     )

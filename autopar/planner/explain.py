@@ -12,9 +12,11 @@ from typing import Any
 
 from autopar.plan.display import explained, shown
 from autopar.plan.plan import Plan
+from autopar.planner.change import Change
 from autopar.planner.communication import exposed_communication
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.other_launches import compiled_instead
 from autopar.planner.other_speeds import at_other_speed
 from autopar.planner.predicted_step import PredictedStep, step_of_plan
 from autopar.planner.search_options import SearchOptions
@@ -27,19 +29,6 @@ PER_HALF = ", per half of it"  # ends the change whose step is that of half of i
 
 TUNED = "tuned over"  # begins the note of a plan that measured steps chose
 _NO_REASONS = ("estimated from", "predictions scaled", "by hand:")  # notes that do not say why a device is idle
-
-
-@dataclass(frozen=True)
-class Change:
-    """The step under one changed condition."""
-
-    what: str
-    step_time: float  # s; of the same batch
-
-    def gain(self, plan: Plan) -> float:
-        """The share of the plan's step that the change saves; below 0 where the step gets longer."""
-        step = plan.predicted_step_time or 0.0
-        return 1 - self.step_time / step if step else 0.0
 
 
 @dataclass(frozen=True)
@@ -166,7 +155,7 @@ def _helps(plan: Plan, bottleneck: Bottleneck, step: PredictedStep, larger: Pred
         changes.append(Change("links twice as fast", step.timeline(link_speed=_MORE_LINK).step_time))
     if len(plan.used_devices) > 1:
         changes.append(Change(f"a batch twice as large{PER_HALF}", larger.timeline().step_time / 2))
-    return tuple(changes)
+    return (*changes, *compiled_instead(plan))
 
 
 def _limits(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:

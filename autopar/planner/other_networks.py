@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.plan.plan import Plan
-from autopar.planner.explain import Change
+from autopar.planner.change import Change
 from autopar.planner.pricers import pricer_of
 from cost_models import Cluster
 

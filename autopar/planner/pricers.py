@@ -20,6 +20,7 @@ class Pricer:
     price: Callable[[Plan], Plan]  # with predictions
     at_zero: Callable[[Plan, int], Plan] | None = None  # with states cut as ZeRO says, without predictions
     on_networks: Callable[[Plan, float], Plan] | None = None  # on networks this many times as fast
+    launched: Callable[[Plan, str], Plan] | None = None  # with kernels launched in this mode
 
 
 _pricers: KeptWithPlans[Pricer] = KeptWithPlans()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.plan.plan import Plan
+from autopar.planner.change import Change
 from autopar.planner.communication import exposed_communication
-from autopar.planner.explain import Change
 from autopar.planner.other_speeds import at_other_speed
 from autopar.planner.predicted_step import PredictedStep, step_of_plan
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from autopar.plan.display import shown
 from autopar.plan.plan import Plan
 from autopar.plan.validation import replicas
-from autopar.planner.explain import Bottleneck, Change, Explanation
+from autopar.planner.change import Change
+from autopar.planner.explain import Bottleneck, Explanation
 from autopar.report.quantities import percent, seconds_text
 from autopar.report.tables import bullet, milliseconds, paragraph, table
 
 _BOUNDS = {
-    "compute": "its own work: a faster device or a finer split of the model would help most",
-    "collectives": "collectives among its devices: a faster network between them, or fewer of them, would help most",
+    "compute": "its own work",
+    "collectives": "collectives among its devices",
     "link": "waiting for what other stages send",
     "memory": "memory: with more of it the search would choose another plan",
     "bubble": "waiting for the pipeline to fill and drain",
@@ -26,6 +27,8 @@ _SPENT = {
     "bubble": "waiting for the pipeline to fill and drain",
 }
 _SEEN = 0.005  # a smaller share of the step is not mentioned
+_ALIKE = 0.1  # shares of the step that differ by less bind alike
+_HELPS = 0.005  # gains below this share of the step help nobody
 
 
 @shown.register(Explanation)
@@ -67,7 +70,7 @@ def _headline(explained: Explanation) -> str:
         return paragraph("The plan does not predict its step; explain(path) explains the strategies in a module.")
     if bottleneck is None:
         return paragraph("The plan has no predictions: it was made by hand, and autopar.compare has not priced it.")
-    head = _head(bottleneck)
+    head = _head(explained, bottleneck)
     shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
     step = f"Its step of {milliseconds(explained.plan.predicted_step_time)} ms is {shares}."
     return f"{paragraph(head)}\n{paragraph(step)}"
@@ -78,15 +81,36 @@ def bottleneck_text(explained: Explanation) -> str:
     bottleneck = explained.bottleneck
     assert bottleneck is not None, "the explanation has a bottleneck"
     parts = [f"{share:.0%} {_SPENT[what]}" for what, share in bottleneck.shares if share >= _SEEN]
-    return (
-        f"{_head(bottleneck)} Of the predicted step of {seconds_text(explained.plan.predicted_step_time)}, it spends "
-        f"{', '.join(parts[:-1])}{' and ' if parts[:-1] else ''}{parts[-1]}."
-    )
+    spent = f"{', '.join(parts[:-1])}{' and ' if parts[:-1] else ''}{parts[-1]}"
+    step = seconds_text(explained.plan.predicted_step_time)
+    return f"{_head(explained, bottleneck)} Of the predicted step of {step}, it spends {spent}."
 
 
-def _head(bottleneck: Bottleneck) -> str:
+def _head(explained: Explanation, bottleneck: Bottleneck) -> str:
     where = replicas(bottleneck.devices)
-    return f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}."
+    bound, *others = [_BOUNDS[bottleneck.bound], *_beside(bottleneck)]
+    alike = f"about equally by {bound} and by {others[0]}" if others else f"by {bound}"
+    return f"The bottleneck is stage {bottleneck.stage} on {where}, bound {alike}.{_most_helps(explained, bottleneck)}"
+
+
+def _beside(bottleneck: Bottleneck) -> list[str]:
+    """What binds about as much as the bound itself."""
+    shares = dict(bottleneck.shares)
+    most = shares.pop(bottleneck.bound, None)
+    if most is None:  # memory is no share of the step
+        return []
+    return [_BOUNDS[name] for name, share in shares.items() if share > most - _ALIKE]
+
+
+def _most_helps(explained: Explanation, bottleneck: Bottleneck) -> str:
+    """A sentence, behind a blank, on the change that saves most of those that are shown."""
+    plan = explained.plan
+    best = max(explained.helps, key=lambda change: change.gain(plan), default=None)
+    finer = plan.ranks > 1 and bottleneck.bound == "compute"
+    less = " A finer split of the model may take work off this stage." if finer else ""
+    if best is None or best.gain(plan) <= _HELPS:
+        return less
+    return f" Of the changes that were tried, {best.what} would save most: {percent(best.gain(plan))}.{less}"
 
 
 def _changes(title: str, changes: tuple[Change, ...], plan: Plan, verb: str) -> str:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from report_plans import priced
+from torch import nn
 
-from autopar import Plan
+from autopar import Cluster, Plan
 from autopar.plan.stage import Stage
 from autopar.planner.communication import exposed_communication, exposed_each
 from autopar.planner.explain import own_explanation
 from autopar.planner.other_speeds import at_other_speed
 from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.sensitivity import sensitivity
+from autopar.report.explain import bottleneck_text
+from autopar.report.quantities import percent
 
 FACTORS = st.floats(0.1, 10.0)
 
@@ -91,3 +95,36 @@ def test_a_device_is_idle_because_measured_steps_said_so() -> None:
     assert own_explanation(estimated).idle == (("cuda:4", "the plan does not use it"),)
     tuned = dataclasses.replace(plan, notes=("no gain", "tuned over 2 steps each: ... (* is followed)"))
     assert own_explanation(tuned).idle == (("cuda:4", tuned.notes[1]),)
+
+
+@pytest.mark.parametrize("sync", [0.0, 0.028, 0.032, 0.27])
+def test_the_bottlenecks_sentence_names_what_saves_most(sync: float) -> None:
+    """Not what the largest share of the step is: twice the speed of collectives counts more than 10% of computing."""
+    plan = replicas(sync)
+    explained = own_explanation(plan)
+    best = max(explained.helps, key=lambda change: change.gain(plan))
+    text = bottleneck_text(explained)
+    assert f"{best.what} would save most: {percent(best.gain(plan))}" in text
+    assert ("about equally by" in text) == (sync in (0.028, 0.032))
+    assert "finer split" not in text, "no pipeline"
+    assert text in " ".join(str(plan.report().only("At a glance")).replace("- ", "").split())
+
+
+def test_a_plan_that_one_device_outruns_says_so() -> None:
+    slow = dataclasses.replace(replicas(0.27), single_device_time=0.1)
+    said = "slower than one device, which is predicted to take 100 ms a step"
+    assert said in " ".join(str(slow.report().only("At a glance")).split())
+    fast = dataclasses.replace(slow, single_device_time=1.0)
+    assert "slower than one device" not in str(fast.report())
+
+
+@pytest.mark.parametrize("launch", ["eager", "compiled"])
+def test_compiling_is_named_where_eager_launches_bind(launch: str) -> None:
+    """Tiny products on a fast device: the host's launches are most of the step."""
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(16, 16)
+    cluster = Cluster.preset("8xH100")
+    plan = Plan.by_hand(model, cluster, example_args=(x,), data=8, launch=launch)
+    compiled = Plan.by_hand(model, cluster, example_args=(x,), data=8, launch="compiled")
+    found = [change.step_time for change in own_explanation(plan).helps if change.what == "launch='compiled'"]
+    assert found == ([compiled.predicted_step_time] if launch == "eager" else [])
+    assert not [one for one in own_explanation(Plan.from_json(plan.to_json())).helps if "launch" in one.what]

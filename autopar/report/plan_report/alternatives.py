@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.plan.plan import Plan
-from autopar.planner.explain import Change
+from autopar.planner.change import Change
 from autopar.planner.sensitivity import sensitivity as changes_of
 from autopar.report.document import Block, Paragraph, Points, Section, Table
 from autopar.report.explain import idle_lines

@@ -13,8 +13,9 @@ from autopar.costs.history import costs_of, recall
 from autopar.costs.prediction_error import Accuracy
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
+from autopar.planner.change import Change
 from autopar.planner.device_memory import DeviceMemory, device_memory
-from autopar.planner.explain import Change, Explanation, own_explanation
+from autopar.planner.explain import Explanation, own_explanation
 from autopar.planner.other_networks import network_sensitivity
 from autopar.planner.predicted_step import PredictedStep, step_of_plan
 from autopar.runtime.step_profile import StepProfile

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.costs.history import costs_of
+from autopar.planner.change import Change
 from autopar.planner.device_memory import OWNERS, DeviceMemory
-from autopar.planner.explain import PER_HALF, Change
+from autopar.planner.explain import PER_HALF
 from autopar.report.document import Bar, Bars, Block, Figure, Figures, Heading, Paragraph, Part, Points, Section
 from autopar.report.explain import bottleneck_text
 from autopar.report.plan_report.subject import Subject
@@ -41,6 +42,7 @@ def summary(subject: Subject) -> Section:
         what = "what it takes and holds" if subject.measured is None else "what its devices hold, and what bounds it,"
         until = "until autopar.plan(model, devices, plan=plan, ...) prices it"
         blocks.append(Paragraph(f"This plan has no predictions ({why}): {what} is unknown {until}.", strong=True))
+    blocks += list(_slower(subject))
     if subject.fullest is not None:
         blocks.append(memory_bars((subject.fullest,), "Memory of the fullest device at its peak"))
     blocks += list(_bottleneck(subject))
@@ -62,6 +64,14 @@ def _figures(subject: Subject) -> Iterator[Figure]:
         speed_up = plan.single_device_time / plan.predicted_step_time
         note = f"predicted: a step takes {seconds_text(plan.single_device_time)} there"
         yield Figure("speed-up over one device", f"{digits(speed_up)}x", note)
+
+
+def _slower(subject: Subject) -> Iterator[Block]:
+    """A sentence about a plan that one device would outrun."""
+    alone, step = subject.plan.single_device_time, subject.plan.predicted_step_time
+    if alone is not None and step is not None and len(subject.plan.used_devices) > 1 and alone < step:
+        text = f"This plan is slower than one device, which is predicted to take {seconds_text(alone)} a step"
+        yield Paragraph(f"{text} against {seconds_text(step)}.", strong=True)
 
 
 def _step_note(subject: Subject) -> str:

@@ -7,9 +7,11 @@ from autopar.plan.plan import Plan
 from autopar.plan.recompute import DESCRIBED
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
 from autopar.report.diff import decisions_in_words
-from autopar.report.quantities import seconds_text, size_text
+from autopar.report.quantities import seconds_text, size_text, utilisation_text
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from cost_models import bytes_text
+
+ALIKE = 0.02  # steps that differ by less are about equally long: estimates are no better
 
 
 @shown.register
@@ -51,7 +53,7 @@ def _cells(row: PlannedRow) -> list[str]:
         row.name,
         milliseconds(row.seconds),
         f"{row.throughput:.4g}" if row.throughput < 1e4 else f"{row.throughput:,.0f}",
-        f"{row.utilisation:.1%}",
+        utilisation_text(row.utilisation),
         megabytes(row.memory),
         f"{row.bubble:.1%}",
         milliseconds(row.communication),
@@ -101,4 +103,5 @@ def gained(row: PlannedRow, fastest: PlannedRow) -> str:
     if memory:
         texts.append(f"{size_text(abs(memory))} {'more' if memory > 0 else 'less'} at the peak of memory")
     share = row.seconds / fastest.seconds if fastest.seconds else 1.0
-    return f"{share:.2f}x as fast: {', '.join(texts) or 'hardly any difference'}"
+    fast = "about equally fast" if abs(share - 1) <= ALIKE else f"{share:.2f}x as fast"
+    return f"{fast}: {', '.join(texts) or 'hardly any difference'}"

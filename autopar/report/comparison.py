@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.plan.display import shown
+from autopar.report.quantities import utilisation_text
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from autopar.runtime.comparing.comparison import Comparison, Row, SystemRow
 from cost_models.measuring.intervals import Interval
@@ -28,7 +29,7 @@ def _comparison(comparison: Comparison) -> str:
     if all(comparison.utilisation(row) is not None for row in comparison.rows):
         columns.append("MFU")
         for cells, row in zip(rows, comparison.rows, strict=True):
-            cells.append(f"{comparison.utilisation(row) or 0:.1%}")
+            cells.append(utilisation_text(comparison.utilisation(row) or 0.0))
         foot += " MFU: model FLOPs utilisation of all devices, used or not."
     parts = [head, table(columns, rows, words=2, first_to_go=_FIRST_TO_GO)]
     measured = [row for row in comparison.systems if row.steps]

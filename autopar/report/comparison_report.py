@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from autopar.plan.diff import PlanDiff
 from autopar.plan.display import reported
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
-from autopar.report.cluster_comparison import described, gained
+from autopar.report.cluster_comparison import ALIKE, described, gained
 from autopar.report.comparison import ceiling_text, verdict_text
 from autopar.report.document import (
     Bar,
@@ -35,12 +35,12 @@ from autopar.report.quantities import (
     rate_text,
     seconds_text,
     share_of_text,
+    utilisation_text,
 )
 from autopar.runtime.comparing.comparison import Comparison, Row, SystemRow
 from cost_models.measuring.intervals import Interval
 
 _PARTS = ("computing", "communication", "waiting")
-_NOTICEABLE = 1.005  # one step over another: below it plans count as equally fast
 _TIMES = ("measured", "predicted")
 
 
@@ -54,7 +54,7 @@ def cluster_comparison_report(comparison: ClusterComparison, command: str | None
         Figure("fastest that fits" if fastest.fits else "fastest, but none fits", fastest.name, verdict(fastest.plan)),
         Figure("its step", seconds_text(fastest.seconds), f"predicted, {count(comparison.batch_size, 'sample')}"),
         Figure("its throughput", rate_text(fastest.throughput, _unit(fastest))),
-        Figure("its model FLOPs utilisation", percent(fastest.utilisation), "of all devices, used or not"),
+        Figure("its model FLOPs utilisation", utilisation_text(fastest.utilisation), "of all devices, used or not"),
     ]
     blocks: list[Block] = [Figures(tuple(figures)), _cluster_table(comparison), _cluster_bars(comparison)]
     if others:
@@ -97,8 +97,10 @@ def _cluster_verdict(comparison: ClusterComparison) -> str:
     if not rivals:
         return f"{fastest.name} is the only plan that fits: {seconds_text(fastest.seconds)} a step."
     gain = rivals[0].seconds / fastest.seconds if fastest.seconds else 1.0
-    if gain < _NOTICEABLE:
-        return f"{fastest.name} and {rivals[0].name} are predicted to be equally fast, and no other plan is faster."
+    if gain <= 1 + ALIKE:
+        return (
+            f"{fastest.name} and {rivals[0].name} are predicted to be about equally fast; no plan that fits is faster."
+        )
     return f"{fastest.name} is predicted to be {gain:.2f}x as fast as {rivals[0].name}, the next best that fits."
 
 
@@ -113,7 +115,7 @@ def _cluster_table(comparison: ClusterComparison) -> Table:
             "yes" if row.fits else "no",
             seconds_text(row.seconds),
             rate_text(row.throughput, _unit(row)),
-            percent(row.utilisation),
+            utilisation_text(row.utilisation),
             share_of_text(row.memory, row.usable),
             percent(row.bubble),
             seconds_text(row.communication),
@@ -189,7 +191,7 @@ def _utilisation(comparison: Comparison, fastest: Row) -> Iterator[Figure]:
     share = comparison.utilisation(fastest)
     rate = f"{flops_text(work.flops / fastest.measured / len(comparison.devices))} a device"
     why = "" if share is not None else f"{no_data_sheet(comparison.device_kinds)}; "
-    yield Figure("its model FLOPs utilisation", "unknown" if share is None else percent(share), f"{why}{rate}")
+    yield Figure("its model FLOPs utilisation", "unknown" if share is None else utilisation_text(share), f"{why}{rate}")
 
 
 def _sentence(text: str) -> str:

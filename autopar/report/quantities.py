@@ -92,6 +92,11 @@ def percent(share: float, sign: str = "") -> str:
     return text.lstrip("+-") if text in ("-0.0%", "+0.0%") else text
 
 
+def utilisation_text(share: float) -> str:
+    """`12.3%`, and `0.012%` where one decimal would show nothing."""
+    return percent(share) if not share or share >= 1e-3 else f"{digits(100 * share, 2)}%"
+
+
 def count(number: int, one: str, many: str | None = None) -> str:
     """`1 stage`, `4 stages`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -19,6 +19,7 @@ from autopar import Plan, Report
 from autopar.errors import InputError, PlanError
 from autopar.plan.stage import RunnerUp, Stage
 from autopar.plan.step_work import StepWork
+from autopar.planner.communication import exposed_communication
 from autopar.planner.device_memory import device_memory
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.plan_report.build import plan_report
@@ -211,6 +212,10 @@ def test_collectives_are_drawn_apart_from_computing(tmp_path: Path) -> None:
     timeline = step.timeline()
     width = sum(float(one["width"] or 0) for one in spans) / 1000 * timeline.step_time
     assert width == pytest.approx(sum(timeline.busy), rel=1e-3), "both parts of an action, and what comes once a step"
+    notes = re.findall(r"(\d+)% computing, (\d+)% exchanging", page.text)
+    each = [100 * exposed_communication(plan)[rank] / timeline.step_time for rank in range(plan.ranks)]
+    assert sorted({int(part) for _, part in notes}) == sorted({round(share) for share in each})
+    assert "% busy" not in page.text
 
 
 def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path: Path) -> None:

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.report.quantities import duration_text, percent, rate_text, seconds_text, share_of_text, size_text, ticks
+from autopar.report.quantities import (
+    duration_text,
+    percent,
+    rate_text,
+    seconds_text,
+    share_of_text,
+    size_text,
+    ticks,
+    utilisation_text,
+)
 
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0, "years": 31557600.0}
 BYTES = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
@@ -55,3 +64,8 @@ def test_an_axis_has_few_round_times_that_do_not_touch(seconds: float) -> None:
     leading = {re.sub(r"[0.,]", "", text.split(" ")[0]) for _, text in found[1:2]}
     if seconds < 60:
         assert leading <= {"1", "2", "5"}
+
+
+def test_a_small_utilisation_is_not_shown_as_nothing() -> None:
+    shown = {share: utilisation_text(share) for share in (0.0, 3.4e-5, 4.1e-4, 0.0123, 0.5)}
+    assert shown == {0.0: "0.0%", 3.4e-5: "0.0034%", 4.1e-4: "0.041%", 0.0123: "1.2%", 0.5: "50.0%"}

@@ -8,7 +8,7 @@ from autopar.planner.device_memory import OWNERS, DeviceMemory
 from autopar.report.document import Band, Block, Curve, Curves, Fold, Paragraph, Section, Table
 from autopar.report.plan_report.subject import Subject
 from autopar.report.plan_report.summary import devices_text, limit_in_sight, memory_bars, stages_text
-from autopar.report.quantities import percent, seconds_text, share_of_text, size_text, ticks
+from autopar.report.quantities import digits, percent, seconds_text, share_of_text, size_text, ticks
 
 _MOST_PLACES = 16
 _MOST_ROWS = 400  # of the curves as a table
@@ -59,7 +59,21 @@ def _curves(subject: Subject, places: Sequence[DeviceMemory]) -> Curves:
     names = (*OWNERS[:3], _MOVING)
     description = "Bytes that a device holds over one step: what stays, and activations that come and go."
     limit_name = "usable memory" if any(limit is not None for limit in limits) else ""
-    return Curves("Over the time of a step", description, names, curves, ticks(end), size_text(top), limit_name)
+    return Curves(
+        f"Over the time of a step{_enlarged(places, top)}",
+        description,
+        names,
+        curves,
+        ticks(end),
+        size_text(top),
+        limit_name,
+    )
+
+
+def _enlarged(places: Sequence[DeviceMemory], top: float) -> str:
+    """A remark on the title where a limit is too far above the drawing to be shown."""
+    far = [one.usable for one in places if one.usable is not None and limit_in_sight(one) is None]
+    return f", enlarged: the limit of {size_text(min(far))} is {digits(min(far) / top)} times as high" if far else ""
 
 
 _MOVING = "activations and workspace"
@@ -74,10 +88,6 @@ def _bands(one: DeviceMemory, end: float, top: float) -> Iterator[Band]:
 
 
 def _remarks(places: Sequence[DeviceMemory]) -> Iterator[str]:
-    far = [one for one in places if one.usable is not None and limit_in_sight(one) is None]
-    if far:
-        least = min(one.usable for one in far if one.usable is not None)
-        yield f"The limit of {size_text(least)} is far above the drawing."
     if any(one.peak != max(nbytes for _, nbytes in one.over_time) for one in places):
         yield (
             "Peaks come from a rehearsal of the step, tensor by tensor; the curves follow the search's formula, which "

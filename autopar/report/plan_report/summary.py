@@ -8,8 +8,9 @@ from autopar.costs.history import costs_of
 from autopar.planner.change import Change
 from autopar.planner.device_memory import OWNERS, DeviceMemory
 from autopar.planner.explain import PER_HALF
-from autopar.report.document import Bar, Bars, Block, Figure, Figures, Heading, Paragraph, Part, Points, Section
+from autopar.report.document import Bar, Bars, Block, Figure, Figures, Fold, Heading, Paragraph, Part, Points, Section
 from autopar.report.explain import bottleneck_text
+from autopar.report.plan_report.how_good import how_good
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import (
     count,
@@ -22,6 +23,7 @@ from autopar.report.quantities import (
     seconds_text,
     share_of_text,
     size_text,
+    utilisation_text,
 )
 
 _AMOUNTS = ((1e12, "1T tokens"), (1e9, "1B tokens"), (1e6, "1M tokens"))
@@ -49,6 +51,8 @@ def summary(subject: Subject) -> Section:
     sure = tuple(how_sure(subject))
     if sure:
         blocks += [Heading("How sure is this?"), Points(sure)]
+    if how_good(subject.plan.optimality):
+        blocks.append(Fold("What is proven of the plan", (Paragraph(f"{subject.plan.optimality}."),)))
     return Section("At a glance", tuple(blocks))
 
 
@@ -109,7 +113,7 @@ def _utilisation(subject: Subject, step: float | None) -> Figure:
     share = work.utilisation(step)
     if share is None:
         return Figure(label, "unknown", f"{no_data_sheet(plan.device_kinds)}; {rate}")
-    return Figure(label, percent(share), rate)
+    return Figure(label, utilisation_text(share), rate)
 
 
 def _memory(subject: Subject) -> Figure:
@@ -146,9 +150,8 @@ def _duration(subject: Subject, step: float | None) -> Iterator[Figure]:
 
 
 def memory_bars(places: tuple[DeviceMemory, ...], title: str) -> Bars:
-    """One bar for each place: its owners, and the limit where it is near."""
-    limits = [limit for one in places if (limit := limit_in_sight(one)) is not None]
-    width = _ROOM * max([one.peak for one in places] + limits)
+    """One bar for each place, as wide as the memory of its devices: its owners, and the limit."""
+    width = _ROOM * max([one.peak for one in places] + [one.usable for one in places if one.usable is not None])
     bars = tuple(
         Bar(
             f"{devices_text(one.devices)}, {stages_text(one.stages)}",
@@ -158,7 +161,7 @@ def memory_bars(places: tuple[DeviceMemory, ...], title: str) -> Bars:
                 for owner, nbytes in one.owners.items()
                 if nbytes
             ),
-            None if one.usable is None or one.usable > width else one.usable / width,
+            None if one.usable is None or not width else one.usable / width,
         )
         for one in places
     )
@@ -168,7 +171,7 @@ def memory_bars(places: tuple[DeviceMemory, ...], title: str) -> Bars:
 
 
 def limit_in_sight(one: DeviceMemory) -> int | None:
-    """The usable bytes, where a drawing of the peak can show them."""
+    """The usable bytes, where a drawing over time that shows how bytes come and go can show them, too."""
     return one.usable if one.usable is not None and one.usable <= _BARELY * one.peak else None
 
 
@@ -215,7 +218,7 @@ def how_sure(subject: Subject) -> Iterator[str]:
     if plan.predicted_step_time is not None:
         yield _history(subject)
     if plan.optimality:
-        yield f"How good the plan is: {plan.optimality}."
+        yield f"How good the plan is: {' '.join(how_good(plan.optimality)) or f'{plan.optimality}.'}"
 
 
 def _history(subject: Subject) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autopar.planner.communication import exposed_communication
 from autopar.planner.pass_collectives import PassCollectives
 from autopar.report.document import Block, Code, Fold, Paragraph, Section, Span, Table, TimelineLane, TimelineLanes
 from autopar.report.plan_report.subject import Subject
@@ -23,6 +24,7 @@ _MOST_ROWS = 400  # of the same as a table
 _MOST_TITLES = 1500  # spans that say what they are; more would make the file large
 
 _MUCH = 0.05  # of a step
+_SEEN = 0.005  # of a step: collectives that take less are not named
 
 _LEGEND = (
     *("forward", "backward", "backward to parameters", "gradient reduction", "optimizer step", "sending"),
@@ -172,6 +174,7 @@ def _predicted_lanes(
     subject: Subject, timeline: Timeline, slots: Sequence[int], end: float, group: str
 ) -> Iterator[TimelineLane]:
     schedule, plan, collectives = timeline.schedule, subject.plan, PassCollectives(subject.plan)
+    exposed = exposed_communication(plan)
     for slot in slots:
         stages = schedule.stages_of(slot)
         stage = plan.stages[stages[0]]
@@ -194,9 +197,17 @@ def _predicted_lanes(
                 spans.append(_span(one.start, one.reduced, end, _REDUCTION, f"gradients of stage {one.stage} summed"))
                 spans.append(_span(one.reduced, one.end, end, _OPTIMIZER, f"optimizer step of stage {one.stage}"))
         busy = timeline.busy[slot] / (timeline.step_time or 1.0)
+        exchanging = min(busy, exposed[stages[0] % plan.ranks] / (timeline.step_time or 1.0))
         label = f"{device}{f' +{stage.shards - 1}' if stage.shards > 1 else ''}"
         drawn = tuple(span for span in spans if span.width > 0)
-        yield TimelineLane(label, f"{busy:.0%} busy", drawn, group)
+        yield TimelineLane(label, _busy_text(busy, exchanging), drawn, group)
+
+
+def _busy_text(busy: float, exchanging: float) -> str:
+    """`87% busy`, or what of it is computing and what collectives."""
+    if exchanging < _SEEN:
+        return f"{busy:.0%} busy"
+    return f"{busy - exchanging:.0%} computing, {exchanging:.0%} exchanging"
 
 
 def _measured_lanes(profile: StepProfile, end: float, group: str) -> list[TimelineLane]:

@@ -17,6 +17,8 @@ from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import count, seconds_text, size_text
 from autopar.report.sharding import mesh_text
 
+_MOST_NAMED = 4  # devices of a stage
+
 
 def stages(subject: Subject) -> Section:
     """Every stage, its devices and its modules."""
@@ -55,7 +57,7 @@ def _table(plan: Plan) -> Table:
         rows.append(
             (
                 str(index),
-                replicas(stage.devices),
+                _devices_text(stage.devices),
                 where,
                 ranges[index],
                 NAMES[stage.mode],
@@ -70,6 +72,11 @@ def _table(plan: Plan) -> Table:
     )
     caption = "Stages. Times and activations are predictions for one micro-batch; bytes are those on each device."
     return Table(caption, columns, tuple(rows), words=5)
+
+
+def _devices_text(names: tuple[str, ...]) -> str:
+    """Few names with blanks between them, where a line can break."""
+    return " + ".join(names) if len(names) <= _MOST_NAMED else replicas(names)
 
 
 def _or_dash(value: float | None, text: object) -> str:

@@ -9,7 +9,7 @@ from autopar.plan.display import shown
 from autopar.plan.plan import Plan
 from autopar.plan.validation import replicas
 from autopar.planner.change import Change
-from autopar.planner.explain import Bottleneck, Explanation
+from autopar.planner.explain import PER_HALF, Bottleneck, Explanation
 from autopar.report.quantities import percent, seconds_text
 from autopar.report.tables import bullet, milliseconds, paragraph, table
 
@@ -110,7 +110,9 @@ def _most_helps(explained: Explanation, bottleneck: Bottleneck) -> str:
     less = " A finer split of the model may take work off this stage." if finer else ""
     if best is None or best.gain(plan) <= _HELPS:
         return less
-    return f" Of the changes that were tried, {best.what} would save most: {percent(best.gain(plan))}.{less}"
+    what, gain = best.what.removesuffix(PER_HALF), percent(best.gain(plan))
+    gain += " for equally many samples" * (what != best.what)
+    return f" Of the changes that were tried, {what} would save most: {gain}.{less}"
 
 
 def _changes(title: str, changes: tuple[Change, ...], plan: Plan, verb: str) -> str:

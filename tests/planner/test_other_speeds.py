@@ -14,7 +14,7 @@ from torch import nn
 from autopar import Cluster, Plan
 from autopar.plan.stage import Stage
 from autopar.planner.communication import exposed_communication, exposed_each
-from autopar.planner.explain import own_explanation
+from autopar.planner.explain import PER_HALF, own_explanation
 from autopar.planner.other_speeds import at_other_speed
 from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.sensitivity import sensitivity
@@ -104,7 +104,7 @@ def test_the_bottlenecks_sentence_names_what_saves_most(sync: float) -> None:
     explained = own_explanation(plan)
     best = max(explained.helps, key=lambda change: change.gain(plan))
     text = bottleneck_text(explained)
-    assert f"{best.what} would save most: {percent(best.gain(plan))}" in text
+    assert f"{best.what.removesuffix(PER_HALF)} would save most: {percent(best.gain(plan))}" in text
     assert ("about equally by" in text) == (sync in (0.028, 0.032))
     assert "finer split" not in text, "no pipeline"
     assert text in " ".join(str(plan.report().only("At a glance")).replace("- ", "").split())

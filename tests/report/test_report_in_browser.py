@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,21 @@ def test_a_page_has_no_errors_and_no_horizontal_overflow(name: str, width: int, 
     assert found["wide"] == []
     assert isinstance(found["width"], int)
     assert found["width"] <= width
+
+
+def test_what_scrolls_sideways_has_a_shadow_at_its_edges_and_names_stay_whole(tmp_path: Path) -> None:
+    plan = priced()
+    longer = {name: f"a-node-with-a-name:{i}:H100-SXM" for i, name in enumerate(plan.devices)}
+    stages = tuple(dataclasses.replace(one, devices=tuple(longer[name] for name in one.devices)) for one in plan.stages)
+    report = dataclasses.replace(plan, stages=stages, devices=tuple(longer.values())).report()
+    for width in (390, 1000):
+        found = shown(report.save(tmp_path / "page.html"), width)
+        assert found["broken"] == []
+        scrolling = found["scrolling"]
+        assert isinstance(scrolling, list)
+        assert scrolling or width > 390
+        for attached in scrolling:
+            assert attached == "local, local, scroll, scroll", "covers that move, over shadows that stay"
 
 
 def test_the_background_follows_the_readers_colour_scheme(tmp_path: Path) -> None:

@@ -19,9 +19,24 @@ window.addEventListener("load", () => {{
   for (const one of inside.querySelectorAll("details")) one.open = {unfolded};
   const wide = [...inside.querySelectorAll(".autopar-report *")].filter((one) =>
     one.getBoundingClientRect().right > {width} + 1 && !one.closest(".scroll") && !one.closest(".hidden"));
+  const scrolling = [...inside.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1);
+  const broken = [];
+  for (const cell of inside.querySelectorAll("td, tbody th")) {{
+    const texts = inside.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    for (let node = texts.nextNode(); node; node = texts.nextNode()) {{
+      for (const word of node.data.matchAll(/[^\\s/-]+/g)) {{
+        const range = inside.createRange();
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map((one) => Math.round(one.top))).size > 1) broken.push(word[0]);
+      }}
+    }}
+  }}
   const style = inside.defaultView.getComputedStyle(inside.querySelector(".autopar-report"));
   document.getElementById("found").textContent = JSON.stringify({{
     width: root.scrollWidth, height: root.scrollHeight, background: style.backgroundColor,
+    broken: broken.slice(0, 5),
+    scrolling: scrolling.map((one) => inside.defaultView.getComputedStyle(one).backgroundAttachment),
     wide: wide.slice(0, 5).map((one) => one.tagName + "." + one.className),
   }});
 }});
@@ -34,8 +49,9 @@ def browser() -> str | None:
 
 
 def shown(page: Path, width: int, *, dark: bool = False, unfolded: bool = True) -> dict[str, object]:
-    """What a page of `width` pixels is like: its scroll width and height, its background, elements that stick out, and
-    `console`, the messages of the browser's console."""
+    """What a page of `width` pixels is like: its scroll width and height, its background, elements that stick out,
+    words of tables that are broken, the backgrounds of what scrolls sideways, and `console`, the messages of the
+    browser's console."""
     program = browser()
     assert program is not None
     frame = page.with_suffix(f".{width}.html")

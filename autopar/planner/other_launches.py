@@ -11,7 +11,8 @@ _EAGER, _COMPILED = "eager", "compiled"
 
 _BUSY = 0.5  # model FLOPs utilisation from which on no host holds the devices back
 
-_known: KeptWithPlans[tuple[Change, ...]] = KeptWithPlans()
+# The plan's step, which copies with the same stages may not share, and the change.
+_known: KeptWithPlans[tuple[float | None, tuple[Change, ...]]] = KeptWithPlans()
 
 
 def compiled_instead(plan: Plan) -> tuple[Change, ...]:
@@ -24,8 +25,8 @@ def compiled_instead(plan: Plan) -> tuple[Change, ...]:
     if step and work is not None and work.flops is not None and (work.utilisation(step) or 0.0) > _BUSY:
         return ()
     known = _known.of(plan)
-    if known is None:
+    if known is None or known[0] != step:
         seconds = pricer.launched(plan, _COMPILED).predicted_step_time
-        known = () if seconds is None else (Change(f"launch='{_COMPILED}'", seconds),)
+        known = step, () if seconds is None else (Change(f"launch='{_COMPILED}'", seconds),)
         _known.keep(plan, known)
-    return known
+    return known[1]

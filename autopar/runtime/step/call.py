@@ -145,7 +145,9 @@ class CallTensors:
         self.losses: list[torch.Tensor | None] = [None] * call.n_microbatches
         self.has_gradient = False  # whether the loss of a micro-batch had a gradient; the last stage writes it
         self.kept: dict[tuple[int, int], KeptForward] = {}  # (stage, micro-batch)
-        self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input or target, micro-batch, stage)
+        self.input_gradients: dict[
+            tuple[int, int, int], torch.Tensor
+        ] = {}  # (flat input or target, micro-batch, stage)
         self.loss_leaves: LossLeaves | None = None  # of a call that must know what else its loss trains
         self._call = call
         self._device = device

@@ -1,4 +1,4 @@
-"""The leaves that a loss reads besides outputs and targets, found in its autograd graph.
+r"""The leaves that a loss reads besides outputs and targets, found in its autograd graph.
 
 ```
    loss ── div ── sub ── output       ends: outputs and targets
@@ -47,9 +47,10 @@ class LossLeaves:
         if loss.grad_fn is None:
             self._found(loss, ends)
             return
-        seen, stack = set(ends.nodes), [loss.grad_fn]
+        seen: set[Any] = set(ends.nodes)
+        stack: list[Any] = [loss.grad_fn]
         while stack:
-            node = stack.pop()
+            node: Any = stack.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)

@@ -260,7 +260,7 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         (("export", "no_such_folder", "a.safetensors"), "there is no directory 'no_such_folder'", 2),
         ((*ON_CPU, "--html", "r.html", "--samples-per-epoch", "-5"), "samples_per_epoch must be a finite number", 2),
         ((*ON_CPU, "--price-per-device-hour", "2"), "it is for the report: give --html as well", 2),
-        ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean tensor?", 2),
+        ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean 'tensor'?", 2),
         ((*ON_CLUSTER, "--by-hand", "tensor"), "is not NAME=DEGREE=VALUE", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=2,tensor=1"), "it gives tensor twice", 2),
         ((*ON_CLUSTER, *TWICE), "another plan has the name 'mine'; give this one another", 2),

@@ -31,11 +31,6 @@ class StageMemory:
     transient: int  # bytes, on top, while any action of the stage runs
     step: int = 0  # bytes, on top, while the optimizer steps
 
-    @property
-    def resident(self) -> int:
-        """Bytes held all the time."""
-        return self.parameters + self.gradients + self.optimizer
-
 
 class Finish(NamedTuple):
     """What a slot does for a stage once a step, after its last backward."""

@@ -346,6 +346,20 @@ def test_a_wrong_factory_is_one_line_with_the_file_and_the_line(factory: str, wh
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--by-hand", "a=data=2", "--split", "a=0:0"), "another plan has the name 'a'"),
+        (("--by-hand", "one device=data=2"), "the plain model has the name 'one device'"),
+        (("--by-hand", "DDP=data=2", "--system", "DDP"), "another system has the name 'DDP'"),
+        (("--by-hand", "auto=data=2"), "the automatic plan has the name 'auto'"),
+    ],
+)
+def test_names_of_plans_are_checked_before_anything_is_captured(options: tuple[str, ...], message: str) -> None:
+    _, err = run("compare", "factories:there_is_none", "--devices", "cpu,cpu", *options, status=2)
+    assert message in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
     ("given", "meant"),
     [
         ("factories.py:with_args", "factories:with_args"),

@@ -32,6 +32,7 @@ from autopar.planner.predict import as_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
 from cost_models import bytes_text
+from cost_models.memory.optimizer_step import FUSED
 
 
 @dataclass(frozen=True)
@@ -247,11 +248,14 @@ def _infeasible(searching: Searching) -> InfeasibleError:
     modules = [p for p in dict.fromkeys(costs.operators[n].module for n in names) if p] or ["the whole model"]
     kind = problem.kinds[found.stage.kind]
     parts = _resident(searching, frozenset(inside.tolist()), kind.name)
-    split = split_text(parts, found.needed, searching.options.optimizer)
+    helps = found.stepping and searching.ahead and searching.options.optimizer in FUSED
+    fused = ", or optimizer_step='fused', which needs no temporaries" if helps else ""
+    split = split_text(parts, found.needed, searching.options.optimizer, stepping=found.stepping)
     return InfeasibleError(
         f"no plan fits the memory: with {m} micro-batch{'es' if m > 1 else ''}, stage {found.index} ({modules[0]} .. "
         f"{modules[-1]}) on {kind.name} needs {bytes_text(found.needed)}, has {bytes_text(found.available)} ({split}); "
         f"{bytes_text(lack)} are lacking: give more memory or devices, a smaller batch, or an optimizer with less state"
+        f"{fused}"
     )
 
 

@@ -37,14 +37,29 @@ def diff_text(diff: PlanDiff) -> str:
     ]
     if lines:
         parts.append("\n".join(map(bullet, lines)))
+    one_sided = _only_one_is_priced(diff)
+    if one_sided:
+        parts.append(paragraph(one_sided))
     rows = [
         [_title(q), _number(q, q.before), _number(q, q.after), "-" if q.ratio is None else f"{q.ratio:.3g}x"]
         for q in diff.quantities
-        if q.before != q.after
+        if q.before != q.after and not one_sided
     ]
     if rows:
         parts.append(table(["predicted", "before", "after", "after/before"], rows))
     return "\n\n".join(parts)
+
+
+def _only_one_is_priced(diff: PlanDiff) -> str:
+    """Which plan has predictions, where the other has none, and how to get them."""
+    step = next((q for q in diff.quantities if q.name == _STEP), None)
+    if step is None or (step.before is None) == (step.after is None):
+        return ""
+    which, other = ("first", "second") if step.after is None else ("second", "first")
+    return (
+        f"Only the {which} plan has predictions. `Plan.load(path, model, devices, ...)`, or "
+        f"`autopar.plan(model, devices, plan=plan, ...)`, prices the {other} one, too."
+    )
 
 
 # -- speed ------------------------------------------------------------------------------------------------------------

@@ -177,6 +177,17 @@ def test_the_parts_of_a_step_add_up_to_it(plan: Plan) -> None:
         assert min(parts.values()) >= -1e-6 * timeline.step_time
 
 
+def test_where_only_one_plan_is_priced_the_text_says_how_to_price_the_other() -> None:
+    plan = priced()
+    stages = tuple(replace(stage, forward_time=None, backward_time=None, weight_time=None) for stage in plan.stages)
+    without = replace(plan, n_microbatches=8, stages=stages, predicted_step_time=None, bubble=None)
+    for pair, which, other in (((plan, without), "first", "second"), ((without, plan), "second", "first")):
+        text = " ".join(str(pair[0].diff(pair[1])).split())
+        assert f"Only the {which} plan has predictions" in text
+        assert f"prices the {other} one, too" in text
+        assert "after/before" not in text
+
+
 def test_equal_decisions_with_other_predictions_say_so() -> None:
     before = by_operator(dict.fromkeys(KEYS, 0))
     found = before.diff(replace(before, predicted_step_time=0.1))

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar
-from autopar import Cluster, DeviceError, InputError, Plan, PlanError
+from autopar import Cluster, DeviceError, InfeasibleError, InputError, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys
 from autopar.capture.program import Program, capture, module_path
 from cost_models import parse_devices
@@ -333,3 +333,21 @@ def test_replicas_of_a_cluster_reduce_their_gradients_as_its_network_does() -> N
         assert stage.parameter_bytes is not None
         seconds = cluster.seconds("all_reduce", stage.parameter_bytes, stage.devices)
         assert stage.sync_time == pytest.approx(seconds, rel=1e-3)  # between two known sizes
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_what_lacks_only_while_the_optimizer_steps_is_named(how: Any) -> None:
+    """Many parameters and few samples: AdamW's temporaries are more than all activations."""
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))))
+    call: dict[str, Any] = {"example_args": (torch.zeros(2, 1024),), "optimizer": "adamw", "optimizer_step": how}
+    parameters = 4 * sum(p.numel() for p in model.parameters())
+    with pytest.raises(InfeasibleError) as failure:
+        autopar.plan(model, Cluster.preset("H100"), memory_limit=4.1 * parameters - 1e6 * (how == "fused"), **call)
+    message = str(failure.value)
+    if how == "foreach":
+        assert "temporaries of the optimizer's step" in message
+        assert "activations" not in message
+        assert "or optimizer_step='fused', which needs no temporaries" in message
+    else:
+        assert "activations" in message
+        assert "fused" not in message

@@ -275,7 +275,8 @@ def _strategies(plan: Plan) -> Iterator[NotExpressed]:
     if n_cut:
         yield NotExpressed(
             "strategies",
-            f"{n_cut} operators are cut each in its own way; the tool cuts by rules for the models it knows",
+            f"how {n_cut} operators are cut is not passed on: the tool cuts by rules of its own for the models that it "
+            "knows, which Plan.by_hand follows, too",
         )
     in_parts = [
         name

@@ -185,9 +185,9 @@ def _weighted_orders(graph: AtomGraph) -> list[list[int]]:
 def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask]:
     """About `number` prefixes of an order where few bytes cross.
 
-    Of each of `number` stretches of equal weight, those where the fewest bytes cross. If these are more than `number`,
-    as in a long chain of layers, which have such a place before and after attention: first the same places of every
-    layer, so that stages can be equal; then the first one of each stretch.
+    Of each of `number` stretches of equal weight, the one where the fewest bytes cross. If a stretch has several, as in
+    a long chain of layers, which have such a place before and after attention: first the same places of every layer, so
+    that stages can be equal; then the first one of each stretch.
     """
     place = np.empty(graph.n, dtype=int)
     place[list(order)] = np.arange(graph.n)
@@ -206,15 +206,15 @@ def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask
     inner = np.arange(1, graph.n)
     np.minimum.at(least, stretch[inner], crossing[inner])
     equal = inner[crossing[inner] <= least[stretch[inner]] * (1 + _ALIKE)]
-    wanted = set(equal.tolist())
-    if len(equal) > number:
+    first = {int(stretch[cut]): int(cut) for cut in reversed(equal)}
+    wanted = set(first.values())
+    if len(equal) > len(first):
         around = np.minimum(least, np.minimum(np.append(least[1:], np.inf), np.append(np.inf, least[:-1])))
         narrow = equal[crossing[equal] <= around[stretch[equal]] * (1 + _ALIKE)]  # in the next stretches, too
-        regular = _same_in_each_layer(narrow, weight, number)
-        first = {int(stretch[cut]): int(cut) for cut in reversed(equal)}
-        others = sorted(set(first.values()) - set(regular))
-        room = max(0, number - len(regular))
-        wanted = {*regular, *(others[i * len(others) // room] for i in range(min(room, len(others))))}
+        regular = _same_in_each_layer(narrow, weight, len(first))
+        others = sorted(wanted - set(regular))
+        room = min(len(others), max(0, len(first) - len(regular)))
+        wanted = {*regular, *(others[i * len(others) // room] for i in range(room))}
     masks, mask = [], 0
     for count, atom in enumerate(order):
         if count in wanted:

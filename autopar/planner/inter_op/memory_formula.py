@@ -89,12 +89,16 @@ def activation_bytes(of: Activations[Bytes], recompute: int) -> tuple[Bytes, Byt
     return of.saved + of.received, of.transient
 
 
-def split_text(resident: ResidentBytes, needed: float, optimizer: str) -> str:
-    """What `needed` bytes are for, as `weights 2 GB, gradients 2 GB, optimizer (adam) 4 GB, activations 1 GB`."""
+def split_text(resident: ResidentBytes, needed: float, optimizer: str, *, stepping: bool = False) -> str:
+    """What `needed` bytes are for, as `weights 2 GB, gradients 2 GB, optimizer (adam) 4 GB, activations 1 GB`.
+
+    `stepping`: they are needed while the optimizer steps, when no activations are left.
+    """
+    rest = "temporaries of the optimizer's step" if stepping else "activations"
     held = {
         "weights": resident.parameter,
         "gradients": resident.gradient,
         f"optimizer ({optimizer})": resident.optimizer,
-        "activations": max(0.0, needed - resident.total),
+        rest: max(0.0, needed - resident.total),
     }
     return ", ".join(f"{what} {bytes_text(nbytes)}" for what, nbytes in held.items() if nbytes)

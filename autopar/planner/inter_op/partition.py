@@ -125,7 +125,9 @@ def explain_infeasible(problem: Problem) -> Infeasibility | None:
     memory = [problem.kinds[s.kind].memory / problem.chunks for s in path.steps]
     index = max(range(len(needed)), key=lambda i: needed[i] - memory[i])
     stage = _choice(costs, path.steps[index])
-    return Infeasibility(index, stage, needed[index], memory[index])
+    last = path.steps[index]
+    stepping = needed[index] <= costs.stepping(last.kind, last.start, last.stop)
+    return Infeasibility(index, stage, needed[index], stepping, memory[index])
 
 
 class LeastSum(NamedTuple):

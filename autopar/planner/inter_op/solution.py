@@ -49,4 +49,5 @@ class Infeasibility:
     index: int  # of the stage in its plan
     stage: StageChoice
     needed: float  # bytes on each of its devices
+    stepping: bool  # they are needed while the optimizer steps, with its temporaries and no activations
     available: float  # bytes

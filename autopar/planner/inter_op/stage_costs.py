@@ -213,6 +213,10 @@ class Costs:
         passes = terms.once[pair] + self.in_flight(replicas, after) * terms.each[pair]
         return float(max(passes, self._stepping(mode.kind)[pair]))
 
+    def stepping(self, kind: int, start: int, stop: int) -> float:
+        """Bytes on each device of a stage while the optimizer steps."""
+        return float(self._stepping(kind)[self.pair(start, stop)])
+
     def _stepping(self, kind: int) -> np.ndarray:
         """Bytes on each device while the optimizer steps, [n_pairs]."""
         tables = self.problem.tables(kind)

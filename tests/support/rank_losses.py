@@ -81,8 +81,9 @@ def of_targets(job: Job) -> list[float]:
     return _errors(pm, original, pairs)
 
 
-def of_refused(kind: str) -> tuple[str, bool]:
-    """The message where a gradient would stay on one rank, and whether the tensor has one afterwards."""
+def of_refused(kind: str) -> tuple[str, bool, float]:
+    """The message where a gradient would stay on one rank, whether the tensor has one afterwards, and the largest
+    error of the model's gradients in a step after it."""
     job = Job("mlp", "chain", n_microbatches=1 if kind == "made" else 4)
     original, pm, x = ready(job, data="per-rank" if kind == "per-rank" else "whole")
     target = original(x).detach().cos()
@@ -97,4 +98,12 @@ def of_refused(kind: str) -> tuple[str, bool]:
         "made": lambda out, y: (out * made - y).square().mean(),
         "per-rank": lambda out, y: (out - y).square().mean(),
     }
-    return message_of(lambda: pm.train_step(x, target=target, loss_fn=losses[kind])), tau.grad is not None
+    message = message_of(lambda: pm.train_step(x, target=target, loss_fn=losses[kind]))
+    has_gradient, target = tau.grad is not None, target.detach()
+    if kind == "per-rank":
+        return message, has_gradient, 0.0
+    pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    nn.functional.mse_loss(original(x), target).backward()
+    plain = {name: parameter.grad for name, parameter in original.named_parameters()}
+    errors = [_error(own.grad.full_tensor(), plain[name]) for name, own in pm.named_parameters()]
+    return message, has_gradient, max(errors)

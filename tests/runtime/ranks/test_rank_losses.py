@@ -43,7 +43,8 @@ def test_parameters_of_the_loss_get_their_gradient_on_every_rank(ranks: RankPool
     ],
 )
 def test_a_gradient_that_would_stay_on_one_rank_is_refused(ranks: RankPool, kind: str, said: str) -> None:
-    for message, has_gradient in ranks.run(of_refused, 2, kind):
+    for message, has_gradient, later in ranks.run(of_refused, 2, kind):
         assert message.startswith("InputError: ")
         assert said in message
         assert not has_gradient
+        assert later < TOLERANCE

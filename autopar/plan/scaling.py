@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autopar.plan.plan import Plan
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
+from autopar.sharding.stage_sharding import StageSharding
 
 _NOTE = "predictions scaled by"
 
@@ -49,6 +50,17 @@ def _scaled_stage(stage: Stage, factor: float) -> Stage:
         hidden_time=_times(stage.hidden_time, factor),
         recompute_time=_times(stage.recompute_time, factor),
         accumulation_time=_times(stage.accumulation_time, factor),
+        sharding=None if stage.sharding is None else _scaled_sharding(stage.sharding, factor),
+    )
+
+
+def _scaled_sharding(sharding: StageSharding, factor: float) -> StageSharding:
+    return replace(
+        sharding,
+        exchanges=tuple(replace(one, seconds=one.seconds * factor) for one in sharding.exchanges),
+        collective_time=_times(sharding.collective_time, factor),
+        repeated_time=_times(sharding.repeated_time, factor),
+        repeated=tuple(replace(one, seconds=one.seconds * factor) for one in sharding.repeated),
     )
 
 

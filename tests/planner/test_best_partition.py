@@ -191,3 +191,41 @@ def test_the_plan_of_a_model_is_never_worse_than_along_one_order(
             along = solve(over(problem, cuts), (3 * chunks,), exactly=chunks > 1)
             assert along is not None
             assert plan.objective <= along.objective * 1.001
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_towards_the_best_partition_miss_none_that_a_search_at_once_finds(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parallel branches have more cuts than one search looks at, and the sum of fills counts, so that no cut can be
+    left out by its bound alone."""
+    monkeypatch.setattr(cut_selection, "_FEW", 50)
+    random = np.random.default_rng(seed)
+    edges: set[tuple[int, int]] = set()
+    n = 1
+    for _ in range(2):
+        entry, join = n - 1, n + 12
+        for branch in range(3):
+            first = n + 4 * branch
+            edges |= set(itertools.pairwise([entry, *range(first, first + 4), join]))
+        n = join + 1
+    work = random.uniform(1, 10, n)
+    readers = [tuple(sorted(y for x, y in edges if x == a)) for a in range(n)]
+    values = tuple(Value(a, readers[a], *random.uniform(5, 80, 1).repeat(2)) for a in range(n - 1))
+    graph = AtomGraph(n, frozenset(edges), work, values)
+
+    def problem_of(cuts: np.ndarray) -> Problem:
+        space = Space(cuts, values, resident=(), gradients=(), saved=(), transient=np.zeros(n))
+        kinds = (DeviceKind("d", 4, math.inf, 0.1, 0.05, 0.02),)
+        forward = work[None] / 3
+        return Problem(space, forward, 2 * forward, n_microbatches=8, schedule="1f1b", kinds=kinds, max_replicas=1)
+
+    def best() -> float:
+        found = cut_selection.over_all_cuts(graph, None, problem_of, counts=(4,), limit=40)
+        assert found is not None
+        assert found.bound <= found.solution.objective * (1 + 1e-9)
+        return found.solution.objective
+
+    in_steps = best()
+    monkeypatch.setattr(cut_selection, "_FIRST_STEP", math.inf)
+    assert in_steps <= best() * (1 + 1e-9)

@@ -19,10 +19,12 @@ from autopar.analysis.example import capture_example
 from autopar.costs.measured import measure_costs
 from autopar.costs.present_speed import PresentSpeed, runs_whole_model
 from autopar.options import PlanOptions
+from autopar.plan.display import step_parts
 from autopar.plan.scaling import notes_without_scale, scaled
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search_options import search_options
+from autopar.planner.sensitivity import sensitivity
 from autopar.runtime.comparing.contestants import ComparedCall
 from autopar.runtime.planning.calibration import calibrated
 from autopar.runtime.signatures.bound_signature import RunSettings
@@ -208,3 +210,21 @@ def test_calibrating_is_refused_where_nothing_can_run() -> None:
         autopar.plan(layers(), autopar.Cluster.preset("2xT4"), calibrate=True, **CALL)
     with pytest.raises(InputError, match="calibrate must be True or False"):
         PlanOptions(calibrate=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("factor", [0.25, 2.0])
+def test_a_scaled_plan_has_the_shares_and_gains_of_the_plan(factor: float) -> None:
+    """Collectives of meshes are scaled with what they are part of."""
+    cluster = autopar.Cluster.preset("4xH100")
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    plan = Plan.by_hand(model, cluster, example_args=(torch.zeros(64, 256),), tensor=2, pipeline=2, micro_batch=8)
+    other = scaled(plan, factor, 1)
+    parts = step_parts(plan)
+    assert any("exchanging" in name for name in parts)
+    assert step_parts(other) == pytest.approx({name: seconds * factor for name, seconds in parts.items()})
+    for stage, one in zip(plan.stages, other.stages, strict=True):
+        assert stage.sharding is not None
+        assert one.sharding is not None
+        assert one.sharding.collective_time == pytest.approx(factor * (stage.sharding.collective_time or 0.0))
+    gains = [{c.what: c.step_time for c in sensitivity(p)} for p in (plan, other)]
+    assert gains[1] == pytest.approx({what: seconds * factor for what, seconds in gains[0].items()})

@@ -184,13 +184,13 @@ def over_all_cuts(
         solution = solve(kept, counts, cutoff=goal, tolerance=tolerance)
         # No partition has a smaller objective.
         bound = max(bound, min(rest, goal * (1 - tolerance) if solution is None else solution.bound))
-        if solution is None:
-            if goal == best or rest < goal:
+        if rest < goal and len(masks) > _FEW:
+            step = math.inf  # no goal is proven: the cuts with the lowest bounds are searched once, up to the best
+        if solution is not None:
+            found = PartitionResult(kept, solution, False)
+            if bound >= solution.objective * (1 - tolerance - _ROUNDING):
                 break
-            continue
-        found = PartitionResult(kept, solution, False)
-        proven = bound >= solution.objective * (1 - tolerance - _ROUNDING)
-        if proven or (rest < goal and len(masks) > _FEW):
+        if goal == best and (solution is None or len(masks) > _FEW):
             break
     return None if found is None else replace(found, bound=min(bound, found.solution.objective))
 

@@ -7,25 +7,20 @@ autopar plan --n-microbatches 4 --------+               \\--> RunSettings (runti
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, Self, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 
 from autopar.errors import InputError
+from autopar.names import check_names
 from autopar.plan.plan import Plan
 from autopar.schedule.builders import SCHEDULES
 from cost_models import OPTIMIZERS, PRECISIONS, optimizer_name, parse_bytes
 from cost_models.collectives.overlap import OVERLAPS, overlap_named
 from cost_models.kernels.launches import MODES
 from cost_models.memory.optimizer_step import FUSED, IMPLEMENTATIONS, Implementation, implementation_of
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 BatchDim = int | dict[str, int | None] | None
 # Sizes that change between calls: see runtime/signatures/dynamic.py.
@@ -105,33 +100,6 @@ COMMAND_LINE_TYPES: dict[str, Any] = {  # where not those of PlanOptions
     "optimizer": str,
     "tune": str,
 }
-
-
-def check_names(call: str, known: type, keywords: Mapping[str, Any]) -> None:
-    """Raise InputError for keywords of `call` that are none of `known`, a TypedDict, with the closest known name."""
-    _check_names(call, list(get_type_hints(known)), keywords)
-
-
-def with_checked_names(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`call`, with InputError instead of TypeError for a keyword that it does not have: it says the closest name."""
-    names = list(inspect.signature(call).parameters)
-
-    @functools.wraps(call)
-    def checked(*args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
-        _check_names(call.__name__, names, keywords)
-        return call(*args, **keywords)
-
-    return checked
-
-
-def _check_names(call: str, names: list[str], keywords: Mapping[str, Any]) -> None:
-    problems = []
-    for name in (name for name in keywords if name not in names):
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]}?" if close else f"its options are {', '.join(names)}"
-        problems.append(f"{call} has no option {name!r}; {hint}")
-    if problems:
-        raise InputError("; ".join(problems))
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         (("export", "no_such_folder", "a.safetensors"), "there is no directory 'no_such_folder'", 2),
         ((*ON_CPU, "--html", "r.html", "--samples-per-epoch", "-5"), "samples_per_epoch must be a finite number", 2),
         ((*ON_CPU, "--price-per-device-hour", "2"), "it is for the report: give --html as well", 2),
-        ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean tensor?", 2),
+        ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean 'tensor'?", 2),
         ((*ON_CLUSTER, "--by-hand", "tensor"), "is not NAME=DEGREE=VALUE", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=2,tensor=1"), "it gives tensor twice", 2),
         ((*ON_CLUSTER, *TWICE), "another plan has the name 'mine'; give this one another", 2),
@@ -343,6 +343,20 @@ def test_a_wrong_factory_is_one_line_with_the_file_and_the_line(factory: str, wh
     last = err.splitlines()[-1]
     assert last.startswith(f"error: {line_of(where)}: ")
     assert message in last
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--by-hand", "a=data=2", "--split", "a=0:0"), "another plan has the name 'a'"),
+        (("--by-hand", "one device=data=2"), "the plain model has the name 'one device'"),
+        (("--by-hand", "DDP=data=2", "--system", "DDP"), "another system has the name 'DDP'"),
+        (("--by-hand", "auto=data=2"), "the automatic plan has the name 'auto'"),
+    ],
+)
+def test_names_of_plans_are_checked_before_anything_is_captured(options: tuple[str, ...], message: str) -> None:
+    _, err = run("compare", "factories:there_is_none", "--devices", "cpu,cpu", *options, status=2)
+    assert message in " ".join(err.split())
 
 
 @pytest.mark.parametrize(

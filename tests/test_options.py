@@ -83,11 +83,11 @@ def test_everything_wrong_is_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("call", "keywords", "message"),
     [
-        (autopar.plan, {"n_microbatch": 2}, "plan has no option 'n_microbatch'; did you mean n_microbatches?"),
+        (autopar.plan, {"n_microbatch": 2}, "plan has no option 'n_microbatch'; did you mean 'n_microbatches'?"),
         (autopar.plan, {"max_stages": 2, "optimiser": "sgd"}, "'max_stages'.*; plan has no option 'optimiser'"),
         (autopar.compare, {"tune": 2}, "compare has no option 'tune'; its options are n_microbatches, schedule"),
-        (autopar.parallelize, {"max_shrads": 2}, "parallelize has no option 'max_shrads'; did you mean max_shards?"),
-        (autopar.profile, {"optimiser": "sgd"}, "profile has no option 'optimiser'; did you mean optimizer?"),
+        (autopar.parallelize, {"max_shrads": 2}, "parallelize has no option 'max_shrads'; did you mean 'max_shards'?"),
+        (autopar.profile, {"optimiser": "sgd"}, "profile has no option 'optimiser'; did you mean 'optimizer'?"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_closest_known_one(

@@ -76,6 +76,17 @@ class LossSplit:
         # Nothing to average in the whole batch is 0 / 0 in the plain model, too. The micro-batches keep that.
         return shares_of(counts)
 
+    def whole_batch_needed(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
+        """Why the loss of a call must see the whole batch; "" where it need not. The weights of micro-batches count as
+        constants, so that a loss has no weight that depends on a flat input or target that requires a gradient."""
+        if self.combine == "whole":
+            return self.why or "its operators cannot be followed"
+        for where, index in self.count.leaves if self.count is not None else ():
+            leaf = (targets if where == "target" else inputs)[index]
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                return f"it divides by what {where} {index} adds up to, and that requires a gradient"
+        return ""
+
     @property
     def guards_gradients(self) -> bool:
         """Whether the gradient of a micro-batch that has nothing to average must be replaced by zeros."""

@@ -46,10 +46,15 @@ def refers_to_objects(loss_fn: Any) -> bool:
         if isinstance(value, functools.partial):
             return any(map(reads, (value.func, *value.args, *value.keywords.values())))
         if isinstance(value, types.FunctionType):
-            return not _is_of(value.__module__, "torch") and any(map(reads, _read_by(value)))
+            return not is_of_package(value.__module__, "torch") and any(map(reads, _read_by(value)))
         return not isinstance(value, _STATELESS)
 
     return reads(loss_fn)
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value, which may be a tensor, refers to nothing that a call could change by assignment."""
+    return isinstance(value, _ATOMS)
 
 
 @contextmanager
@@ -67,14 +72,14 @@ def restored(loss_fn: Any, *, but: type | tuple[type, ...] = ()) -> Iterator[Non
         found.restore()
 
 
-def _is_of(module: Any, *packages: str) -> bool:
+def is_of_package(module: Any, *packages: str) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in packages
 
 
-def _names(code: types.CodeType) -> list[str]:
+def code_names(code: types.CodeType) -> list[str]:
     """What a function, and the functions inside it, read or write by name: globals and attributes."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return list(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(map(_names, inner))]))
+    return list(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(map(code_names, inner))]))
 
 
 def _read_by(function: types.FunctionType) -> Iterator[Any]:
@@ -85,15 +90,15 @@ def _read_by(function: types.FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from function.__dict__.values()
-    names = [name for name in _names(function.__code__) if name in function.__globals__]
+    names = [name for name in code_names(function.__code__) if name in function.__globals__]
     modules = []
     for name in names:
         value = function.__globals__[name]
         yield value
-        if isinstance(value, types.ModuleType) and not _is_of(value.__name__, *_OF_OTHERS):
+        if isinstance(value, types.ModuleType) and not is_of_package(value.__name__, *_OF_OTHERS):
             modules.append(value)
     for module in modules:  # helper.scaled(loss): what the code names of a user's module
-        yield from (vars(module)[name] for name in _names(function.__code__) if name in vars(module))
+        yield from (vars(module)[name] for name in code_names(function.__code__) if name in vars(module))
 
 
 class _Snapshot:
@@ -117,10 +122,10 @@ class _Snapshot:
 
     def _inside(self, value: Any) -> Iterator[Any]:
         if isinstance(value, types.FunctionType):
-            if _is_of(value.__module__, *_OF_OTHERS):
+            if is_of_package(value.__module__, *_OF_OTHERS):
                 return
             self._undo += [_cell(cell) for cell in value.__closure__ or ()]
-            self._undo.append(_entries(value.__globals__, _names(value.__code__)))
+            self._undo.append(_entries(value.__globals__, code_names(value.__code__)))
             self._undo.append(_entries(value.__dict__))
             yield from _read_by(value)
         elif isinstance(value, functools.partial):
@@ -141,7 +146,7 @@ class _Snapshot:
     def _attributes(self, value: Any) -> Iterator[Any]:
         """Those of an object."""
         kind = type(value)
-        if _is_of(kind.__module__, *_OF_OTHERS) and not isinstance(value, (nn.Module, torch.amp.GradScaler)):
+        if is_of_package(kind.__module__, *_OF_OTHERS) and not isinstance(value, (nn.Module, torch.amp.GradScaler)):
             return
         try:
             own: Any = object.__getattribute__(value, "__dict__")

@@ -6,7 +6,6 @@ Every error of the user's code becomes an InputError that starts with its file a
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import inspect
 import operator
@@ -20,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import AutoparError, InputError, first_line, short_path, users_line
+from autopar.names import did_you_mean, similar
 
 _KNOWN = ("model", "example_args", "example_kwargs", "target", "loss_fn")
 
@@ -43,7 +43,7 @@ def _parts(name: str) -> tuple[str, str]:
     plain = module_name.removeprefix("./")
     meant, wanted = plain.removesuffix(".py").replace("/", "."), path.removesuffix("()")
     if colon and meant and wanted and (meant, wanted) != (module_name, path):
-        raise InputError(f"{name!r} is not MODULE:FACTORY; did you mean {meant}:{wanted}?")
+        raise InputError(f"{name!r} is not MODULE:FACTORY; {did_you_mean(f'{meant}:{wanted}')}")
     if module_name and path and not module_name.startswith("."):
         return module_name, path
     inside, dot, last = plain.rpartition(".")
@@ -62,8 +62,8 @@ def _module(name: str) -> ModuleType:
         if missing is None or not (name + ".").startswith(missing + "."):
             raise
         files = sorted(path.stem for path in Path().glob("*.py"))
-        close = difflib.get_close_matches(name, files, 1)
-        hint = f"; did you mean {close[0]}?" if close else f" in {os.getcwd()} or among the installed packages"
+        meant = similar(name, files, most=1)
+        hint = f"; {meant}" if meant else f" in {os.getcwd()} or among the installed packages"
         raise InputError(f"there is no module {missing!r}{hint}") from cause
 
 
@@ -73,8 +73,8 @@ def _attribute(module: ModuleType, path: str, name: str) -> Callable[[], Any]:
         factory = operator.attrgetter(path)(module)
     except AttributeError:
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        close = difflib.get_close_matches(path, callables, 1)
-        hint = f"; did you mean {module.__name__}:{close[0]}?" if close else ""
+        meant = similar(f"{module.__name__}:{path}", [f"{module.__name__}:{one}" for one in callables], most=1)
+        hint = f"; {meant}" if meant else ""
         raise InputError(f"{file}: there is no {path!r} in the module{hint}") from None
     if not callable(factory):
         raise InputError(f"{file}: {name} is a {type(factory).__name__}, not a callable that returns a model")

@@ -80,8 +80,6 @@ def compare(
     systems = check_systems(systems)
     plans = _checked(plans, systems)
     if isinstance(devices, Cluster) and not devices.at_hand:
-        if not plans:
-            raise InputError('plans: there is nothing to compare; give {"auto": None} for the plan of the search')
         if systems:
             raise InputError(f"systems: {devices.title} is not at hand, so no other system can run on it")
         batch_dim, strict = chosen.batch_dim, chosen.strict
@@ -105,6 +103,8 @@ def _checked(plans: Mapping[str, Plan | None] | None, systems: Sequence[str]) ->
         return {"auto": None}
     if not isinstance(plans, Mapping):
         raise InputError(f"plans must be a dict of names and plans, got {type(plans).__name__}; give {{'mine': plan}}")
+    if not plans and not systems:
+        raise InputError('plans: there is nothing to compare; give {"auto": None} for the plan of the search')
     for name, plan in plans.items():
         if not (isinstance(name, str) and name):
             raise InputError(f"plans: names must be texts, got {name!r}")

@@ -22,7 +22,7 @@ import typer
 import autopar
 from autopar import Cluster, InputError, Plan
 from autopar.analysis.user_factory import load_call
-from autopar.cli.entries import NamedPlans, named_configuration, named_plan, named_split, plans_by_hand
+from autopar.cli.entries import check_names_differ, named_configuration, named_plan, named_split, plans_by_hand
 from autopar.cli.errors import ErrorGroup
 from autopar.cli.report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
@@ -279,20 +279,19 @@ def compare(
         check_figure(figure)
     if html is not None:
         _check_writable(html, "--html ")
+    named = {"--plan": plan, "--by-hand": by_hand, "--split": split, "--configuration": configuration}
+    check_names_differ({option: entries or () for option, entries in named.items()}, system or ())
     place, call = _devices(devices, cluster, nodes), load_call(factory)
     n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"
-    plans = NamedPlans({"auto": None})
-    for entry in plan or ():
-        plans.add("--plan", *named_plan(entry))
+    plans: dict[str, Plan | None] = {"auto": None, **dict(map(named_plan, plan or ()))}
     how = {name: options[name] for name in AHEAD_ONLY if options[name] is not None}
-    for name, made in plans_by_hand(by_hand or (), place, call, how):
-        plans.add("--by-hand", name, made)
+    plans |= dict(plans_by_hand(by_hand or (), place, call, how))
     for entry in split or ():
         name, stages = named_split(entry)
-        plans.add("--split", name, Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule))
+        plans[name] = Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule)
     for entry in configuration or ():
         tool, file = named_configuration(entry)
-        plans.add("--configuration", tool, Plan.from_configuration(devices=place, tool=tool, source=file, **call))
+        plans[tool] = Plan.from_configuration(devices=place, tool=tool, source=file, **call)
     result = autopar.compare(devices=place, plans=plans, repeats=repeats, systems=system or (), **options, **call)
     typer.echo(result.to_json() if json else result)
     if figure is not None:

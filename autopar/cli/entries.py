@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,29 @@ from typing import Any
 import typer
 
 from autopar.errors import InputError, PlanError
+from autopar.names import similar
 from autopar.options import AHEAD_ONLY
 from autopar.plan.degrees import DEGREES
 from autopar.plan.plan import Plan
+from autopar.runtime.comparing.comparison import SINGLE
 
 _BY_HAND = (*DEGREES, *AHEAD_ONLY)
 
 
-class NamedPlans(dict[str, Plan | None]):
-    """Plans to compare; None is the automatic one."""
+def check_names_differ(entries: Mapping[str, Sequence[str]], systems: Sequence[str]) -> None:
+    """Raise BadParameter for a name that there is already: one of both would silently not be compared.
 
-    def add(self, option: str, name: str, plan: Plan) -> None:
-        """Raises BadParameter for a name that there is already: one of both would silently not be compared."""
-        if name in self:
-            whose = "the automatic plan has" if self[name] is None else "another plan has"
-            raise typer.BadParameter(f"{whose} the name {name!r}; give this one another", param_hint=option)
-        self[name] = plan
+    `entries`: NAME=... by option. Checked before anything is made of them, which takes its time.
+    """
+    owners = {"auto": "the automatic plan", SINGLE: "the plain model", **dict.fromkeys(systems, "another system")}
+    for option, texts in entries.items():
+        for text in texts:
+            name = text.partition("=")[0]
+            if name in owners:
+                raise typer.BadParameter(
+                    f"{owners[name]} has the name {name!r}; give this one another", param_hint=option
+                )
+            owners[name] = "another plan"
 
 
 def named_plan(entry: str) -> tuple[str, Plan]:
@@ -64,8 +70,7 @@ def named_degrees(entry: str) -> tuple[str, dict[str, Any]]:
     for part in text.split(","):
         key, equals, value = (side.strip() for side in part.partition("="))
         if key not in _BY_HAND:
-            close = difflib.get_close_matches(key, _BY_HAND, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(_BY_HAND)}"
+            hint = similar(key, _BY_HAND, most=1) or f"known are {', '.join(_BY_HAND)}"
             problems.append(f"there is no degree {key!r}; {hint}")
         elif not value:
             problems.append(f"{key} has no value; write {key}=VALUE")

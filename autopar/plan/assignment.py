@@ -13,7 +13,6 @@ computes nothing: where a plan lists it later than the tuple, it runs where the 
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -31,7 +30,8 @@ from autopar.analysis.operators import (
 from autopar.capture.program import Program, describe
 from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError
-from autopar.hints.module_paths import few, nearest
+from autopar.hints.module_paths import nearest
+from autopar.names import few, similar
 
 Storages = Mapping[str, frozenset[int]]
 
@@ -116,9 +116,9 @@ def unknown_operators(stages: Sequence[Sequence[str]], program: Program) -> list
     unknown = {key: stage for key, stage in listed.items() if key not in keys}
     misspelt = []
     for key, stage in unknown.items():
-        close = difflib.get_close_matches(key, unlisted[key.rpartition("/")[0]], 1, _ALIKE)
-        if close and _name(key) not in names:
-            misspelt.append(f"stage {stage} lists '{key}', which the model does not have; did you mean '{close[0]}'?")
+        meant = similar(key, unlisted[key.rpartition("/")[0]], most=1, alike=_ALIKE)
+        if meant and _name(key) not in names:
+            misspelt.append(f"stage {stage} lists '{key}', which the model does not have; {meant}")
     if misspelt:
         raise PlanError("\n  ".join(misspelt[:_MOST_MISSPELT]))
     return [f"the plan lists {few(list(unknown))}, which this call does not run"] if unknown else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
+from autopar.names import with_checked_names
 from autopar.plan.display import reported
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class ReportKeywords(TypedDict, total=False):
 class PlanReport:
     """A plan for people to look at."""
 
+    @with_checked_names
     def report(
         self,
         *,
@@ -45,7 +47,7 @@ class PlanReport:
                 everything comes from the plan's own numbers.
             command: the command or program that made the plan, to be shown with it.
 
-        Raises: InputError for a size or a price that is not a finite number above 0.
+        Raises: InputError for an unknown name, and for a size or a price that is not a finite number above 0.
         """
         found: Report = reported(
             self,

@@ -24,7 +24,6 @@ from autopar.planner.pass_collectives import PassCollectives
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.trace_events import COMMUNICATION, COMPUTING, PHASES, TraceEvent, TraceProcesses, write
 from autopar.schedule.clock import Action, Event, Phase, Send
-from autopar.schedule.table import held
 from autopar.schedule.timeline import StageMemory, Timeline
 
 _BACKWARDS = (Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT)
@@ -153,20 +152,13 @@ class _Trace:
                 yield from self._processes.arrow("gradient", middle(back[0]), middle(back[1]))
 
     def _memory(self, slot: int, rank: int) -> Iterator[TraceEvent]:
-        """Bytes by owner, before and after each action, where the plan says them."""
+        """Bytes by owner, from the start and the end of each action and of the optimizer's step on, where the plan says
+        them."""
         memory = self._stage_memory()
         if memory is None:
             return
-        mine = [memory[stage] for stage in self._timeline.schedule.stages_of(slot)]
-        resident = [sum(one.parameters for one in mine), sum(one.gradients for one in mine)]
-        resident.append(sum(one.optimizer for one in mine))
-        actions = self._timeline.schedule.actions[slot]
-        sizes = held(actions, lambda action: memory[action.stage].activation[action.microbatch])
-        events = [event for event in self._timeline.events if event.slot == slot]
-        yield self._counter(rank, 0.0, [*resident, 0, 0])
-        for event, (during, after) in zip(events, sizes, strict=True):
-            yield self._counter(rank, event.start, [*resident, during, memory[event.action.stage].transient])
-            yield self._counter(rank, event.end, [*resident, after, 0])
+        for time, parts in self._timeline.memory_by_part(slot, memory):
+            yield self._counter(rank, time, list(parts.values()))
 
     def _stage_memory(self) -> Sequence[StageMemory] | None:
         """What each stage holds; of plans by older versions, parameters and activations alone."""

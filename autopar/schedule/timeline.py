@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -29,11 +30,6 @@ class StageMemory:
     activation: tuple[int, ...]  # bytes of each micro-batch in flight, from its forward to the end of its backward
     transient: int  # bytes, on top, while any action of the stage runs
     step: int = 0  # bytes, on top, while the optimizer steps
-
-    @property
-    def resident(self) -> int:
-        """Bytes held all the time."""
-        return self.parameters + self.gradients + self.optimizer
 
 
 class Finish(NamedTuple):
@@ -104,20 +100,29 @@ class Timeline:
         Bytes that go and come at the same time make one pair; two pairs of one time belong to an action that takes no
         time. Raises ValueError if the simulation knew no memory.
         """
-        memory, resident = self._memory_of(slot)
-        events = [event for event in self.events if event.slot == slot]
-        stepping = sum(memory[stage].step for stage in self.schedule.stages_of(slot))
+        return [(time, sum(held.values())) for time, held in self.memory_by_part(slot)]
+
+    def memory_by_part(
+        self, slot: int, memory: Sequence[StageMemory] | None = None
+    ) -> list[tuple[float, dict[str, int]]]:
+        """The same with the bytes of each part, as `memory_parts` names them.
+
+        `memory`: of each stage, in place of what the simulation knew. Raises ValueError if neither knows it.
+        """
+        memory = self._memory() if memory is None else memory
+        stages = [memory[stage] for stage in self.schedule.stages_of(slot)]
         sizes = held(self.schedule.actions[slot], lambda a: memory[a.stage].activation[a.microbatch])
-        steps = [(0.0, resident)]
-        for event, (during, after) in zip(events, sizes, strict=True):
+        steps = [(0.0, _parts(stages, 0, 0))]
+        for event, (during, after) in zip((e for e in self.events if e.slot == slot), sizes, strict=True):
             if steps[-1][0] == event.start:
                 steps.pop()
-            steps.append((event.start, resident + during + memory[event.action.stage].transient))
-            steps.append((event.end, resident + after))
+            steps.append((event.start, _parts(stages, during, memory[event.action.stage].transient)))
+            steps.append((event.end, _parts(stages, after, 0)))
+        stepping = sum(stage.step for stage in stages)
         last = [finish for finish in self.finishes if finish.slot == slot]
         if stepping and last:
-            steps.append((max(finish.reduced for finish in last), resident + stepping))
-            steps.append((max(finish.end for finish in last), resident))
+            steps.append((max(finish.reduced for finish in last), _parts(stages, 0, stepping)))
+            steps.append((max(finish.end for finish in last), _parts(stages, 0, 0)))
         return steps
 
     def memory_parts(self, slot: int) -> dict[str, int]:
@@ -126,7 +131,7 @@ class Timeline:
         Where the optimizer's step, with what it needs for all stages at once, is the peak, no activations are left.
         Raises ValueError if the simulation knew no memory.
         """
-        memory, _ = self._memory_of(slot)
+        memory = self._memory()
         actions = self.schedule.actions[slot]
         sizes = held(actions, lambda a: memory[a.stage].activation[a.microbatch])
         working = [(during, memory[a.stage].transient) for a, (during, _) in zip(actions, sizes, strict=True)]
@@ -135,18 +140,12 @@ class Timeline:
         stepping = sum(stage.step for stage in stages)
         if stepping > activations + transient:
             activations, transient = 0, stepping
-        return {
-            "parameters": sum(stage.parameters for stage in stages),
-            "gradients": sum(stage.gradients for stage in stages),
-            "optimizer": sum(stage.optimizer for stage in stages),
-            "activations": activations,
-            "transient": transient,
-        }
+        return _parts(stages, activations, transient)
 
-    def _memory_of(self, slot: int) -> tuple[tuple[StageMemory, ...], int]:
+    def _memory(self) -> tuple[StageMemory, ...]:
         if self.stage_memory is None:
             raise ValueError("this timeline knows no memory: pass memory= to simulate()")
-        return self.stage_memory, sum(self.stage_memory[stage].resident for stage in self.schedule.stages_of(slot))
+        return self.stage_memory
 
     def __str__(self) -> str:
         """A row for every stage of every slot, time to the right; each character is what runs in the middle of its
@@ -198,3 +197,15 @@ class Timeline:
             words.append("+ optimizer")
         words.append("right: busy share")
         return "; ".join(words)
+
+
+def _parts(stages: Iterable[StageMemory], activations: int, transient: int) -> dict[str, int]:
+    """Bytes by part, of the stages of one slot."""
+    mine = list(stages)
+    return {
+        "parameters": sum(stage.parameters for stage in mine),
+        "gradients": sum(stage.gradients for stage in mine),
+        "optimizer": sum(stage.optimizer for stage in mine),
+        "activations": activations,
+        "transient": transient,
+    }

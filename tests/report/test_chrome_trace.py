@@ -236,6 +236,26 @@ def test_counters_show_the_bytes_of_every_owner(tmp_path: Path) -> None:
         assert {args["workspace"] for _, args in found} == {0, 7}
 
 
+def test_counters_show_what_the_optimizers_step_needs(tmp_path: Path) -> None:
+    """At every time, owners add up to what the timeline holds, which is most while the optimizer steps."""
+    plan = priced_plan(m=4)
+    known = {"gradient_bytes": 500, "optimizer_bytes": 2000, "transient_bytes": 7, "step_bytes": 90_000}
+    times = {"sync_time": 0.001, "optimizer_time": 0.002}
+    plan = replace(plan, stages=tuple(replace(stage, **known, **times) for stage in plan.stages))  # type: ignore[arg-type]
+    step = step_of_plan(plan)
+    assert step is not None
+    timeline = step.timeline()
+    events = traced(plan, tmp_path / "t.json")["traceEvents"]
+    for slot in range(2):
+        found = [(e["ts"], e["args"]) for e in events if e["ph"] == "C" and e["pid"] == 2 * slot]
+        wanted = timeline.memory(slot)
+        assert [ts for ts, _ in found] == pytest.approx([1e6 * time for time, _ in wanted])
+        assert [sum(args.values()) for _, args in found] == [nbytes for _, nbytes in wanted]
+        most = max(found, key=lambda one: sum(one[1].values()))[1]
+        assert (most["activations"], most["workspace"]) == (0, 90_000)
+        assert sum(most.values()) == (timeline.peak_memory or ())[slot]
+
+
 def measured_beside(plan: Plan) -> StepProfile:
     """A profiled step of the plan's first devices of each mesh, a tenth slower than predicted."""
     step = step_of_plan(plan)

@@ -107,8 +107,10 @@ def test_a_report_without_a_plan_says_so() -> None:
 
 def test_a_misspelt_argument_of_a_report_is_named() -> None:
     pm = autopar.parallelize(nn.Linear(2, 2), "cpu,cpu")
-    with pytest.raises(InputError, match="report has no option 'price_per_hour'; did you mean price_per_device_hour"):
+    with pytest.raises(InputError, match="report has no option 'price_per_hour'; did you mean 'price_per_device_hour'"):
         pm.report(price_per_hour=2)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match="report has no option 'comand'; did you mean 'command'"):
+        plan_of(2).report(comand="autopar plan")  # type: ignore[call-arg]
     with pytest.raises(InputError, match="samples_per_epoch must be"):
         pm.report(samples_per_epoch=-1)
 

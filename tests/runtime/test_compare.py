@@ -240,9 +240,22 @@ def test_plans_that_are_none_or_have_a_name_of_another_row_are_refused(
         autopar.compare(Choosing(), ["cpu"], plans, example_args=(torch.randn(4, 6),), systems=systems)
 
 
-def test_a_comparison_of_nothing_on_a_cluster_is_refused() -> None:
+@pytest.mark.parametrize("devices", [Cluster.preset("2xH100"), "cpu,cpu"], ids=["a cluster", "devices at hand"])
+def test_a_comparison_of_nothing_is_refused(devices: Any) -> None:
     with pytest.raises(InputError, match="there is nothing to compare"):
-        autopar.compare(Choosing(), Cluster.preset("2xH100"), {}, example_args=(torch.randn(4, 6),))
+        autopar.compare(Choosing(), devices, {}, example_args=(torch.randn(4, 6),))
+
+
+def test_a_comparison_without_plans_has_the_rows_of_other_systems() -> None:
+    compared = autopar.compare(
+        nn.Linear(6, 6), "cpu", {}, example_args=(torch.randn(4, 6),), systems=["plain"], repeats=1, cache=False
+    )
+    assert [row.name for row in compared.systems] == ["plain"]
+    assert "plain" in str(compared)
+    assert compared.to_json()
+    assert str(compared.report())
+    with pytest.raises(KeyError, match="there is no plan 'auto'; no plan was compared"):
+        compared["auto"]
 
 
 class _SaysThreads(nn.Linear):

@@ -209,3 +209,40 @@ def test_a_loss_without_a_gradient_is_refused(reason: str, split: dict[str, int]
     with pytest.raises(autopar.InputError, match=r"detached.*without a gradient"):
         pm.train_step(torch.randn(4, 6), target=torch.randn(4, CLASSES), loss_fn=detached)
     assert all(p.grad is None for p in model.parameters())
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_target_made_by_a_trained_teacher_trains_it(schedule: str, n: int) -> None:
+    torch.manual_seed(0)
+    model, teacher, x = _layers(), nn.Linear(8, 4), torch.randn(6, 8)
+    plain, plain_teacher = copy.deepcopy(model), copy.deepcopy(teacher)
+    student = pipelined(model, schedule, n, **{"0": 0, "2": 1})
+    for _ in range(2):
+        student.train_step(x, target=teacher(x), loss_fn=F.mse_loss)
+        F.mse_loss(plain(x), plain_teacher(x)).backward()
+    assert_same_gradients(gradients(model), gradients(plain))
+    assert_same_gradients(gradients(teacher), gradients(plain_teacher))
+
+
+def test_a_loss_that_divides_by_targets_with_gradients_sees_the_whole_batch() -> None:
+    """The weights of micro-batches would count as constants in its derivative."""
+
+    def weighted(output: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        truth, weight = target
+        return ((output - truth).square().mean(1) * weight).sum() / weight.sum()
+
+    torch.manual_seed(0)
+    model, x, truth = _layers(), torch.randn(6, 8), torch.randn(6, 4)
+    plain, weight = copy.deepcopy(model), torch.rand(6).requires_grad_()
+    plain_weight = weight.detach().clone().requires_grad_()
+    module = pipelined(model, n=3, **{"0": 0, "2": 1})
+    with pytest.warns(AutoparWarning, match="it divides by what target 1 adds up to, and that requires a gradient"):
+        module.train_step(x, target=(truth, weight), loss_fn=weighted)
+    weighted(plain(x), (truth, plain_weight)).backward()
+    torch.testing.assert_close(weight.grad, plain_weight.grad)
+    assert_same_gradients(gradients(model), gradients(plain))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.runtime.checkpoints import directories
 from autopar.runtime.checkpoints import save as saving
+from autopar.runtime.ranks.whole_state import whole_state_dict
 
 BATCH = {"mlp": (8, 12), "mlp with dropout": (8, 12), "resnet": (8, 3, 16, 16), "attention": (8, 12, 24)}
 
@@ -236,3 +237,56 @@ def copied_first(folder: Path) -> list[float]:
         autopar.load(folder, model, step=step)
         found.append(sum(p.mean().item() for p in model.parameters()) / 16)
     return found
+
+
+class Counted(nn.Module):
+    """A layer with state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class TiedAndCounted(nn.Module):
+    """Two layers of which each has its own state, and a head that is tied to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = Counted(), Counted(), nn.Linear(12, 12)
+        self.head.weight = self.a.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.b(self.a(x)))
+        return out
+
+
+def whole_state() -> tuple[list[str], dict[str, Any], bool]:
+    """Of a placed model on rank 0: names, what is no tensor, and whether tied names have one tensor. Ranks have counted
+    another number of calls each."""
+    torch.manual_seed(0)
+    model = TiedAndCounted().double()
+    names = list(model.state_dict())
+    pm = autopar.parallelize(model, plan=autopar.Plan.from_split({"a": 0, "b": 1, "head": 1}, n_microbatches=2))
+    pm(torch.randn(4, 12).double())
+    for layer in (model.a, model.b):
+        layer.calls = 10 + dist.get_rank()
+    whole = whole_state_dict(pm)
+    if dist.get_rank():
+        assert not whole
+        return names, {}, True
+    fresh = TiedAndCounted().double()
+    fresh.load_state_dict(whole)
+    assert (fresh.a.calls, fresh.b.calls) == (10, 11)
+    objects = {name: value for name, value in whole.items() if not isinstance(value, torch.Tensor)}
+    assert list(whole) == names
+    return list(whole), objects, whole["head.weight"] is whole["a.linear.weight"]

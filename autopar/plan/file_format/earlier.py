@@ -23,7 +23,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from autopar.hints.module_paths import near
+from autopar.names import near
 from autopar.plan.file_format.collectives import Collectives
 from autopar.plan.file_format.earlier_rows import ENTRY, KINDS, Kind, Reference
 from autopar.plan.file_format.fields import UNREADABLE

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autopar.hints.module_paths import near
+from autopar.names import near
 from autopar.plan.file_format.collectives import Collectives
 from autopar.plan.file_format.definitions import (
     Part,

@@ -5,7 +5,6 @@ if the operator had to use another strategy and all others were chosen again."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.hints.module_paths import ancestors
+from autopar.names import similar
 from autopar.plan.display import inside_explained, shown
 from autopar.plan.plan import Plan
 from autopar.planner.explainers import explainer_of
@@ -134,9 +134,8 @@ def operators_inside(plan: Plan, path: str) -> dict[str, int]:
     found = {key: stage for key, stage in stage_of.items() if path in known_as(key)}
     if not found:
         names = dict.fromkeys(name for key in stage_of for name in known_as(key) if name)
-        close = difflib.get_close_matches(path, names, _CLOSE, cutoff=0.4)
-        suggestion = f"; close to it are {', '.join(map(repr, close))}" if close else ""
-        raise PlanError(f"the plan has no module and no operator '{path}'{suggestion}")
+        meant = similar(path, names, most=_CLOSE, alike=0.4)
+        raise PlanError(f"the plan has no module and no operator '{path}'{f'; {meant}' if meant else ''}")
     return found
 
 

@@ -119,7 +119,8 @@ class Comparison(Result):
         for row in self.plans:
             if row.name == name:
                 return row
-        raise KeyError(f"there is no plan {name!r}; known are {', '.join(row.name for row in self.plans)}")
+        known = f"known are {', '.join(row.name for row in self.plans)}" if self.plans else "no plan was compared"
+        raise KeyError(f"there is no plan {name!r}; {known}")
 
     def speed_up(self, row: Row) -> float:
         """The measured time on the single device over that of `row`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import nn
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import Progress
 from autopar.errors import InputError
+from autopar.names import similar
 from autopar.runtime.comparing.contestants import whole_step
 from autopar.runtime.other_systems.blocks import (
     balanced,
@@ -64,8 +64,7 @@ def check_systems(names: Sequence[str]) -> tuple[str, ...]:
         raise InputError(f"systems must be a list of names, got the text {names!r}; give [{names!r}]")
     for name in names:
         if name not in SYSTEMS:
-            close = difflib.get_close_matches(str(name), SYSTEMS, 1, 0.5)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(SYSTEMS)}"
+            hint = similar(str(name), SYSTEMS, most=1, alike=0.5) or f"known are {', '.join(SYSTEMS)}"
             raise InputError(f"systems: there is no system {name!r}; {hint}")
         package, extra = _EXTRAS.get(name, ("torch", ""))
         if importlib.util.find_spec(package) is None:

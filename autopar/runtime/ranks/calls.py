@@ -150,14 +150,9 @@ class RankCalls(CallRunner):
             self._shared = None
 
     def _run(self, bound: BoundCall, step: CallArguments | None = None) -> Run:
-        needs = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in bound.leaves)
-        if needs and self._shared is not None:
-            raise on_all_ranks(
-                InputError(
-                    "an input needs a gradient, and with data='per-rank' a call's inputs are copies of all ranks' "
-                    "samples: detach() the inputs, or use data='whole'"
-                )
-            )
+        if torch.is_grad_enabled() and self._shared is not None:
+            _refuse_gradients(bound.leaves, "an input needs", "inputs")
+            _refuse_gradients(self._shared.targets, "a target needs", "targets")
         if self._has_gradients:
             self._refuse_sparse_gradients(bound)
         self._batch_size = bound.batch_size
@@ -246,6 +241,16 @@ class RankCalls(CallRunner):
                 "no part of it is this rank's own; call train_step, or use data='whole'"
             )
         return value
+
+
+def _refuse_gradients(leaves: Sequence[Any], needs: str, what: str) -> None:
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+        raise on_all_ranks(
+            InputError(
+                f"{needs} a gradient, and with data='per-rank' a call's {what} are copies of all ranks' samples: "
+                f"detach() the {what}, or use data='whole'"
+            )
+        )
 
 
 def _with_copies(leaf: torch.Tensor, dim: int, more: int) -> torch.Tensor:

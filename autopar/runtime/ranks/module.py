@@ -88,10 +88,16 @@ class RankedModule(PipelinedModule):
         """Whether every rank passes samples of its own."""
         return self._takes_shares
 
-    def names(self) -> list[str]:
-        """Those of `state_dict()` of the whole model, in the order of one process."""
+    def names(self) -> dict[str, str]:
+        """Those of `state_dict()` of the whole model, in the order of one process, each with the first name of the same
+        tensor."""
         with self._on_rank.parameters.whole():
-            return list(self.unwrap().state_dict())
+            whole = self.unwrap().state_dict(keep_vars=True)
+        first: dict[int, str] = {}  # by id of a tensor
+        return {
+            name: first.setdefault(id(value), name) if isinstance(value, torch.Tensor) else name
+            for name, value in whole.items()
+        }
 
     @property
     def placed(self) -> bool:

@@ -17,6 +17,7 @@ from autopar.errors import InputError
 from autopar.runtime.ranks.batch_statistics import share_statistics
 from autopar.runtime.ranks.executable import RankExecutable
 from autopar.runtime.ranks.gradients.input_gradients import needing_gradients, share_input_gradients
+from autopar.runtime.ranks.gradients.loss_gradients import share_loss_gradients
 from autopar.runtime.ranks.gradients.reduction import GradientSums
 from autopar.runtime.ranks.losses import SharedLosses
 from autopar.runtime.ranks.messages.packing import Values
@@ -27,6 +28,7 @@ from autopar.runtime.ranks.shared_outputs import SharedOutputs
 from autopar.runtime.ranks.shares import Shares
 from autopar.runtime.stages.stage_replica import StageReplica, Work
 from autopar.runtime.step.execution import Act
+from autopar.runtime.step.loss_leaves import LossLeaves
 from autopar.runtime.step.mailbox import Address, Mailbox
 from autopar.runtime.step.run import Acts, Run
 from autopar.schedule.clock import Phase
@@ -54,6 +56,9 @@ class RankRun(Run):
         self._sent: dict[int, SentValues] = {}  # by micro-batch
         self._may_go_back = False
         self._trained: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._loss_reads_leaves = False  # on any rank
+        if self.call.loss is not None:
+            self.tensors.loss_leaves = LossLeaves()
         self.tensors.outputs = SharedOutputs(self.tensors.outputs)
 
     @property
@@ -160,6 +165,7 @@ class RankRun(Run):
             try:
                 self._execute_and_share(training=training, only_backward=only_backward, keep_graph=keep_graph)
             except BaseException as error:
+                self._put_back_of_loss()
                 raised = watcher.lost(error)
                 if raised is error:
                     raise
@@ -177,6 +183,7 @@ class RankRun(Run):
         if not only_backward:
             if self._losses is not None:
                 self._losses.finish()
+                self._loss_reads_leaves = self._losses.has_leaves
                 self._losses = None
             if self.call.return_outputs:
                 assert isinstance(self.tensors.outputs, SharedOutputs)
@@ -188,10 +195,24 @@ class RankRun(Run):
         """The same on all ranks. Where it raises, what waits in `.grad` for another backward waits on."""
         try:
             super()._check_trains()
+            self._share_loss_gradients()
         except InputError:
+            self._put_back_of_loss()
             if not self._accumulates:
                 self._wait_on()
             raise
+
+    def _share_loss_gradients(self) -> None:
+        leaves, loss = self.tensors.loss_leaves, self.call.loss
+        assert leaves is not None
+        assert loss is not None
+        if self._loss_reads_leaves:
+            share_loss_gradients(leaves, loss, self.executable, self._rank_parameters, self.call.n_microbatches)
+
+    def _put_back_of_loss(self) -> None:
+        """The call has failed: what its loss reads has the gradients of before."""
+        if self.tensors.loss_leaves is not None:
+            self.tensors.loss_leaves.take()
 
     def _wait_on(self) -> None:
         """Give what `accumulate()` left apart back: its sums over ranks, which this call started, without a gradient

@@ -32,7 +32,7 @@ def call(run: Run, leaves: Sequence[Any]) -> list[Any]:
 
 
 def step(run: Run, leaves: Sequence[Any]) -> torch.Tensor:
-    """Run forwards and backwards. Returns the batch's loss.
+    """Run forwards and backwards. Returns the batch's loss. `leaves`: the flat inputs, then the flat targets.
 
     Its `backward` accumulates the gradients in `.grad`. A loss that requires no gradient has done so: without hooks and
     gradients of inputs, autograd's engine has nothing else to do, and takes 6 us a parameter for it.

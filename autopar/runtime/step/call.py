@@ -21,6 +21,7 @@ from autopar.capture.program import Program
 from autopar.capture.thread_state import CallerState
 from autopar.lower.deferred_batch_norm import Statistics
 from autopar.lower.split_backward import WeightPart
+from autopar.runtime.step.loss_leaves import LossLeaves
 from autopar.runtime.step.micro_batches import split_leaf, split_target
 from autopar.runtime.step.outputs import OutputCollector
 
@@ -38,6 +39,8 @@ class PipelineCall:
     loss: LossFunction | None  # the last stage ends in loss(output, target); None: it returns the outputs
     targets: Sequence[Any]  # for each micro-batch, if there is a loss
     loss_weights: Weights = ()  # of each micro-batch's loss; 0: it has no targets
+    target_pieces: tuple[Sequence[Any], ...] = ()  # for each flat target, its piece for each micro-batch
+    target_dims: tuple[int | None, ...] = ()  # for each flat target, as `batch_dims`
     guards_gradients: bool = False  # the gradient of a loss without targets may be NaN, and counts nothing
     return_outputs: bool = True  # a training step may need only the loss
 
@@ -66,23 +69,48 @@ class PipelineCall:
         inputs = tuple(split_leaf(leaf, dim, sizes) for leaf, dim in zip(leaves, dims, strict=True))
         if loss is None:
             return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, None, ())
-        if len(sizes) == 1 or loss_split is None:
-            return cls(
-                inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, [target], (1.0,), False, return_outputs
-            )
         flat, spec = torch_private.tree_flatten(target)
+        is_whole = len(sizes) == 1 or loss_split is None
+        target_dims = (None,) * len(flat) if is_whole or loss_split is None else loss_split.target_dims
         pieces = [
-            split_target(leaf, dim, sizes, i)
-            for i, (leaf, dim) in enumerate(zip(flat, loss_split.target_dims, strict=True))
+            split_target(leaf, dim, sizes, i) for i, (leaf, dim) in enumerate(zip(flat, target_dims, strict=True))
         ]
         flat_targets = [[piece[i] for piece in pieces] for i in range(len(sizes))]
-        flat_inputs = [[piece[i] for piece in inputs] for i in range(len(sizes))]
-        weights = loss_split.weights(sizes, flat_inputs, flat_targets)
-        guards = isinstance(weights[0], torch.Tensor) and loss_split.guards_gradients
-        targets = [torch_private.tree_unflatten(leaves, spec) for leaves in flat_targets]
+        weights: Weights = (1.0,)
+        guards = False
+        if not is_whole and loss_split is not None:
+            flat_inputs = [[piece[i] for piece in inputs] for i in range(len(sizes))]
+            weights = loss_split.weights(sizes, flat_inputs, flat_targets)
+            guards = isinstance(weights[0], torch.Tensor) and loss_split.guards_gradients
         return cls(
-            inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, targets, weights, guards, return_outputs
+            inputs,
+            dims,
+            tuple(sizes),
+            tuple(outputs),
+            state,
+            seed,
+            loss,
+            [torch_private.tree_unflatten(leaves, spec) for leaves in flat_targets],
+            weights,
+            tuple(pieces),
+            tuple(target_dims),
+            guards,
+            return_outputs,
         )
+
+    def pieces(self, index: int) -> Sequence[Any]:
+        """Of flat input `index`, for each micro-batch; the flat targets come after the inputs."""
+        n = len(self.inputs)
+        return self.inputs[index] if index < n else self.target_pieces[index - n]
+
+    def split_dim(self, index: int) -> int | None:
+        """The dimension in which flat input `index` was split, counted likewise."""
+        n = len(self.inputs)
+        return self.batch_dims[index] if index < n else self.target_dims[index - n]
+
+    @property
+    def targets_need_gradients(self) -> bool:
+        return any(isinstance(x, torch.Tensor) and x.requires_grad for pieces in self.target_pieces for x in pieces)
 
     @property
     def n_microbatches(self) -> int:
@@ -102,7 +130,8 @@ class KeptForward:
     received: list[Any]  # leaves: values that earlier stages sent
     outputs: tuple[Any, ...] | None  # with their autograd graph; None where the backward computes them again
     loss: torch.Tensor | None = None  # in the last stage of a call with a loss function
-    loss_inputs: tuple[Any, ...] = ()  # leaves: the outputs that the loss read, where they are computed again
+    loss_inputs: tuple[Any, ...] = ()  # leaves: the outputs that the loss read, where its backward ends there
+    targets: tuple[Any, ...] = ()  # leaves: the flat targets that the loss read, where some require a gradient
     weights: WeightPart | None = None  # after the input part of a split backward
 
 
@@ -116,7 +145,10 @@ class CallTensors:
         self.losses: list[torch.Tensor | None] = [None] * call.n_microbatches
         self.has_gradient = False  # whether the loss of a micro-batch had a gradient; the last stage writes it
         self.kept: dict[tuple[int, int], KeptForward] = {}  # (stage, micro-batch)
-        self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input, micro-batch, stage)
+        self.input_gradients: dict[
+            tuple[int, int, int], torch.Tensor
+        ] = {}  # (flat input or target, micro-batch, stage)
+        self.loss_leaves: LossLeaves | None = None  # of a call that must know what else its loss trains
         self._call = call
         self._device = device
 
@@ -127,8 +159,9 @@ class CallTensors:
         return sum(known[1:], known[0]).reshape(())
 
     def input_gradient(self, index: int) -> torch.Tensor | None:
-        """The gradient of the whole flat input `index`, summed over the stages that read it, on the input's device."""
-        pieces = self._call.inputs[index]
+        """The gradient of the whole flat input `index`, summed over the stages that read it, on the input's device.
+        Flat targets are counted after the inputs."""
+        pieces = self._call.pieces(index)
         device = pieces[0].device
         totals: list[torch.Tensor | None] = [None] * self._call.n_microbatches
         for (leaf, microbatch, _), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
@@ -138,7 +171,7 @@ class CallTensors:
         known = [total for total in totals if total is not None]
         if not known:
             return None
-        dim = self._call.batch_dims[index]
+        dim = self._call.split_dim(index)
         if dim is None:
             return sum(known[1:], known[0])
         return torch.cat(

@@ -84,11 +84,12 @@ class CallRunner:
             program, split = bound.signature.program, bound.loss_split
             assert split is not None
             plain = bound.signature.executable is None
-            whole = split.combine == "whole" and not plain and len(self._sizes(bound)) > 1
+            why = split.whole_batch_needed(bound.leaves, torch_private.tree_leaves(call.target))
+            whole = bool(why) and not plain and len(self._sizes(bound)) > 1
             if not plain and not whole:
                 run = self._run(bound, call)
                 try:
-                    loss = autograd.step(run, bound.leaves)
+                    loss = autograd.step(run, [*bound.leaves, *torch_private.tree_leaves(call.target)])
                 except ChangedResultError as error:
                     output = self._by_the_model(bound, call, error)
                     return self._trained_on(output, call)
@@ -96,7 +97,7 @@ class CallRunner:
             self._remember_plain(call, bound)
             return self.plain_step(call)
         if whole:
-            self._signatures.warnings.loss_sees_whole_batch(split.why)
+            self._signatures.warnings.loss_sees_whole_batch(why)
             outputs = self._outputs(CallArguments(call.args, call.kwargs), lambda found, _: found)
             return self._trained_on(outputs, call)
         # Without the lock: gradients of inputs may go on into another call of this model, on a thread of autograd.

@@ -83,10 +83,13 @@ class Passes:
             if self._call.return_outputs:
                 self._tensors.outputs.add(self._executable.model_outputs(outputs), microbatch)
             if self._loss_function is not None:
-                if recompute or self._call.guards_gradients:  # its backward ends at leaves of its own
+                needs = self._grad and self._call.targets_need_gradients
+                if recompute or needs or self._call.guards_gradients:  # its backward ends at leaves of its own
                     kept.loss_inputs = outputs if recompute else tuple(map(as_leaf, outputs))
                 read = kept.loss_inputs or outputs
-                kept.loss = self._loss(self._loss_function, read, microbatch, replica.device)
+                target = self._target(microbatch, replica.device)
+                kept.targets = tuple(torch_private.tree_leaves(target)) if needs else ()
+                kept.loss = self._loss(self._loss_function, read, target, microbatch)
         if self._grad:
             self._tensors.kept[replica.stage.index, microbatch] = kept
 
@@ -137,14 +140,22 @@ class Passes:
                 contexts.enter_context(collecting(self._tensors.statistics, microbatch))
             return replica.compute(*model_inputs, *received)
 
-    def _loss(
-        self, function: LossFunction, outputs: tuple[Any, ...], microbatch: int, device: torch.device
-    ) -> torch.Tensor:
-        target = self._call.targets[microbatch]
-        if self._call.state.streams:  # the caller cannot know on which device the plan puts the last stage
-            target = torch_private.tree_map(lambda x: self._transfers.moved_input(x, device), target)
+    def _target(self, microbatch: int, device: torch.device) -> Any:
+        """Of the last stage on `device`: the caller cannot know where the plan puts it."""
+        target, transfers = self._call.targets[microbatch], self._transfers
+        if not self._call.state.streams:
+            return target
+        return torch_private.tree_map(
+            lambda x: transfers.leaf(transfers.push_input(x, device), device, self._grad), target
+        )
+
+    def _loss(self, function: LossFunction, outputs: tuple[Any, ...], target: Any, microbatch: int) -> torch.Tensor:
+        known = self._tensors.loss_leaves
+        ends = known.ends((*outputs, *torch_private.tree_leaves(target))) if known is not None else None
         output = self._executable.returned(outputs)
         loss = checked_loss(function(output, target), self._call.loss or function, output)
+        if known is not None and ends is not None:
+            known.find(loss, ends)
         self._tensors.losses[microbatch] = loss.detach()
         self._tensors.has_gradient |= loss.requires_grad
         return loss
@@ -212,9 +223,9 @@ class Passes:
             if not kept.loss_inputs:
                 return [(kept.loss, weight)]
             kept.loss.backward(weight, retain_graph=self._keep_graph)
-            gradients = [_take_gradient(leaf) for leaf in kept.loss_inputs]
-            if self._call.guards_gradients:
-                gradients = [None if g is None else torch.where(weight != 0, g, torch.zeros_like(g)) for g in gradients]
+            gradients = self._guarded([_take_gradient(leaf) for leaf in kept.loss_inputs], weight)
+            of_targets = self._guarded([_take_gradient(leaf) for leaf in kept.targets], weight)
+            self._store_input_gradients(replica, microbatch, len(self._call.inputs), of_targets)
         elif last:
             gradients = self._tensors.outputs.gradients_of(microbatch)
         else:
@@ -228,6 +239,20 @@ class Passes:
             for t, g in zip(tensors, gradients, strict=True)
             if g is not None and isinstance(t, torch.Tensor) and t.requires_grad
         ]
+
+    def _guarded(self, gradients: list[torch.Tensor | None], weight: torch.Tensor) -> list[torch.Tensor | None]:
+        """Zeros where the loss has no targets, and its gradient may be NaN."""
+        if not self._call.guards_gradients:
+            return gradients
+        return [None if g is None else torch.where(weight != 0, g, torch.zeros_like(g)) for g in gradients]
+
+    def _store_input_gradients(
+        self, replica: StageReplica, microbatch: int, first: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Of the flat targets, which are counted after the inputs, from number `first` on."""
+        for index, gradient in enumerate(gradients, first):
+            if gradient is not None:
+                self._tensors.input_gradients[index, microbatch, replica.stage.index] = gradient
 
     def _loss_weight(self, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
         """The gradient of a micro-batch's loss; None for a mean over no targets: its gradient counts nothing."""

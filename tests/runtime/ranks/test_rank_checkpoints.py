@@ -19,6 +19,7 @@ from rank_checkpoints import (
     losses,
     messages,
     states_go_on,
+    whole_state,
 )
 from rank_pool import RankFailure, RankPool
 from safetensors.torch import load_file
@@ -219,3 +220,10 @@ def test_each_rank_writes_its_share(ranks: RankPool, of_square: Path) -> None:
     files = json.loads((of_square / "step-00000004" / "manifest.json").read_text())["files"]
     sizes = [files[f"__{rank}_0.distcp"]["bytes"] for rank in range(4)]
     assert max(sizes) < 0.4 * sum(sizes)
+
+
+def test_the_whole_state_has_objects_of_their_ranks_and_one_tensor_for_tied_names(ranks: RankPool) -> None:
+    (names, objects, tied), _ = ranks.run(whole_state, 2)
+    assert objects == {"a._extra_state": {"calls": 10}, "b._extra_state": {"calls": 11}}
+    assert {"a.linear.weight", "b.linear.weight", "head.weight"} <= set(names)
+    assert tied

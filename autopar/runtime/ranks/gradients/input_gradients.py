@@ -1,4 +1,4 @@
-"""The gradients of a call's inputs on all ranks: what is before the pipelined module runs on each of them.
+"""The gradients of a call's inputs and targets on all ranks: every rank runs what comes before the pipelined module.
 
 ```
    rank 0   x -> stage 0 -> ..   dx of micro-batches 0 and 2    \
@@ -19,10 +19,10 @@ from autopar.runtime.step.call import CallTensors, PipelineCall
 
 
 def needing_gradients(call: PipelineCall) -> list[int]:
-    """The flat inputs that require a gradient, the same on all ranks."""
+    """The flat inputs and targets that require a gradient, the same on all ranks."""
     return [
         index
-        for index, pieces in enumerate(call.inputs)
+        for index, pieces in enumerate((*call.inputs, *call.target_pieces))
         if any(isinstance(piece, torch.Tensor) and piece.requires_grad for piece in pieces)
     ]
 
@@ -40,7 +40,7 @@ def share_input_gradients(
     for place, index in enumerate(indices):
         if not any(theirs[place] for theirs in has):
             continue
-        pieces, dim, mine = call.inputs[index], call.batch_dims[index], own[index]
+        pieces, dim, mine = call.pieces(index), call.split_dim(index), own[index]
         if mine is None:
             mine = torch.zeros_like(pieces[0] if dim is None else torch.cat([piece.detach() for piece in pieces], dim))
         whole = world.all_reduced(mine.contiguous())

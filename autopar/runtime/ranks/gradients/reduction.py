@@ -70,6 +70,10 @@ class GradientSums:
         self._counts: dict[int, torch.Tensor] = {}  # by bucket: the same, of the ranks of its first collective
         self._scattered: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # (sum so far, in progress)
 
+    def is_shared(self, key: int) -> bool:
+        """Whether other ranks read a parameter, too."""
+        return key in self._in_buckets
+
     def leave_out(self, frozen: frozenset[int], *, waiting: bool) -> None:
         """In the next execution, leave out parameters that are frozen, the same on all ranks that have them.
 

@@ -1,0 +1,114 @@
+"""The tensors that a loss function trains besides the model, by a name that all ranks of one script share.
+
+```
+   loss_fn ── closure 'tau'                           tau
+           ── closure 'criterion' ── parameter        criterion.scale
+           ── global 'teacher'    ── module           teacher.0.weight
+```
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.analysis.loss_objects import code_names, is_atom, is_of_package
+
+_DEPTH = 12  # of objects inside objects that are looked into: modules nest
+_MOST = 20_000  # objects that are looked at: a loss may refer to a whole trainer, and that to its data
+_OF_OTHERS = ("autopar", "torch", "threading", "logging", "multiprocessing", "concurrent", "asyncio")
+
+
+def trained_tensors(loss_fn: Any, leave_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
+    """The leaves that require a gradient which `loss_fn` can reach, by name. `leave_out`: those that do not count."""
+    found: dict[str, torch.Tensor] = {}
+    held: dict[int, Any] = {}
+    pending: list[tuple[str, Any, int]] = [("", loss_fn, 0)]
+    while pending and len(held) < _MOST:
+        name, value, depth = pending.pop()
+        if id(value) in held:
+            continue
+        if isinstance(value, torch.Tensor):
+            held[id(value)] = value
+            if value.is_leaf and value.requires_grad and not leave_out(value):
+                found[name or "the loss"] = value
+        elif depth <= _DEPTH and not is_atom(value):
+            held[id(value)] = value
+            inner = [(f"{name}.{key}" if name and key else name or key, x, depth + 1) for key, x in _inside(value)]
+            pending.extend(reversed(inner))
+    return found
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value refers to, by name; "" for what goes by the value's own name."""
+    if isinstance(value, types.FunctionType):
+        if not is_of_package(value.__module__, *_OF_OTHERS):
+            yield from _read_by(value)
+    elif isinstance(value, functools.partial):
+        yield "", value.func
+        yield from ((str(place), one) for place, one in enumerate(value.args))
+        yield from value.keywords.items()
+    elif isinstance(value, types.MethodType):
+        yield "", value.__func__
+        yield "", value.__self__
+    elif isinstance(value, (tuple, list)):
+        yield from ((str(place), one) for place, one in enumerate(value))
+    elif isinstance(value, Mapping):
+        yield from ((str(key), one) for key, one in value.items())
+    elif isinstance(value, nn.Module):
+        yield from _inside_module(value)
+    elif not is_of_package(type(value).__module__, *_OF_OTHERS):
+        yield from _attributes(value)
+        yield from _methods(value, "__call__")
+
+
+def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if cell != types.CellType():
+            yield name, cell.cell_contents
+    yield from (("", one) for one in function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from function.__dict__.items()
+    names = code_names(code)
+    for name in names:
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            yield name, value
+            if isinstance(value, types.ModuleType) and not is_of_package(value.__name__, *_OF_OTHERS):
+                yield from ((f"{name}.{one}", vars(value)[one]) for one in names if one in vars(value))
+
+
+def _inside_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    if is_of_package(type(module).__module__, "autopar"):
+        return  # another pipelined module
+    tables = ("_parameters", "_buffers", "_modules")
+    for table in tables:
+        yield from vars(module).get(table, {}).items()
+    if not is_of_package(type(module).__module__, *_OF_OTHERS):
+        yield from ((name, one) for name, one in vars(module).items() if name not in tables)
+        yield from _methods(module, "forward")
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    try:
+        own: Any = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        own = {}
+    yield from own.items() if type(own) is dict else ()
+    for kind in type(value).__mro__:
+        names = kind.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _methods(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    called = getattr(type(value), name, None)
+    if isinstance(called, types.FunctionType):
+        yield "", called

@@ -166,7 +166,7 @@ def parallelize(
 
     module = made() if world is None else world.outcome("parallelize", made)
     if isinstance(module, RankedModule):
-        module.agree()
+        module.agree(options, plan)
         if initial is not None:
             module.fill_when_placed(initial.origins, initial.fill)
     if example_args is not None or example_kwargs is not None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autopar.analysis.example import Example
 from autopar.errors import InputError
 from autopar.options import Data, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.runtime.module import PipelinedModule
-from autopar.runtime.ranks.agreement import compare
+from autopar.runtime.ranks.agreement import compare, digest
 from autopar.runtime.ranks.calls import RankCalls
 from autopar.runtime.ranks.parameters.own import RankParameters
 from autopar.runtime.ranks.planning import DecideTogether, plan_together
@@ -52,19 +53,26 @@ class RankedModule(PipelinedModule):
         agreed = _one_plan(world, devices, decide)
         super().__init__(model, devices, agreed, plan=plan, settings=settings)
         used = RunSettings() if settings is None else settings
-        self._world, self._settings = world, f"data={data!r}, {used}"
+        self._world = world
         self._takes_shares = data == "per-rank"
         self._on_rank = RankSignatures(world, model, devices, agreed, plan, used)
         self._signatures = self._on_rank
         self._calls: RankCalls = RankCalls(world, model, devices, self._on_rank, per_rank=self._takes_shares)
 
-    def agree(self) -> None:
-        """Raise InputError on all ranks where they were made with other options. Collective."""
+    def agree(self, options: PlanOptions, plan: Plan | None) -> None:
+        """Raise InputError on all ranks where they were made with other `options`, or were given another `plan`.
+        Collective."""
+        same, script = "give the same on every rank", "run the same script on every rank"
+        given = "no plan" if plan is None else f"a plan of {len(plan.stages)} stages ({digest(plan.to_json())})"
+        chosen = {"data": "per-rank" if self._takes_shares else "whole"}
+        chosen |= {field.name: getattr(options, field.name) for field in fields(options)}
         facts = {
             "the version of torch": (torch.__version__, "install the same everywhere"),
             "the version of autopar": (__version__, "install the same everywhere"),
-            "the model": (type(self.unwrap()).__name__, "run the same script on every rank"),
-            "the options of parallelize": (self._settings, "give the same on every rank"),
+            "the model": (type(self.unwrap()).__name__, script),
+            **{f"the options of parallelize: {name}": (repr(value), same) for name, value in chosen.items()},
+            "the plan that parallelize is given": (given, same),
+            **{f"the model's tensors: {name}": (_described(t), script) for name, t in _tensors(self.unwrap())},
         }
         compare(self._world, facts)
 
@@ -138,6 +146,17 @@ class RankedModule(PipelinedModule):
         """Of all ranks, the same on each. Collective."""
         with self._world.watcher.call("train_step"):
             return profile_of_ranks(self._world, recorder.record(), plan, seconds, batch_size)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _described(tensor: torch.Tensor) -> str:
+    """`(8, 12) torch.float32, trained`; sizes that are not known yet have none."""
+    shape = "no sizes yet" if is_lazy(tensor) else str(tuple(tensor.shape))
+    return f"{shape} {tensor.dtype}{', trained' if tensor.requires_grad else ''}"
 
 
 def check_options(options: PlanOptions) -> PlanOptions:

@@ -44,6 +44,14 @@ if what == "world":
     plan = Plan.from_split({"0": 0, "1": 1, "2": 2}, n_microbatches=2)
 if what == "options":
     options["batch_norm"] = ("per-microbatch", "exact")[rank]
+if what == "limits" and rank == 0:
+    options["max_replicas"] = 1
+if what == "dtype" and rank:
+    model = model.double()
+if what == "frozen" and rank:
+    model[0].weight.requires_grad_(False)
+if what == "one plan" and rank:
+    plan = None
 if what == "wrong option":
     options["schedule"] = "fastest"
 if what in ("data", "columns", "per-rank"):
@@ -66,16 +74,20 @@ print("trained", flush=True)
 
 WANTED = {
     "world": "PlanError: .*3.*2",
-    "models": "InputError: ranks differ in the captured program|InputError: ranks differ in the model's weights",
+    "models": r"InputError: ranks differ in the model's tensors: 0.weight: \(12, 12\) .* rank 0, \(16, 12\) .* rank 1",
     "layers": "InputError: ranks differ in the model: module '4': missing on rank 0, in training mode on rank 1",
     "seeds": "InputError: ranks differ in the model's weights: .* on rank 0, .* on rank 1; build the model from",
     "batches": r"InputError: ranks differ in the content of input 'input' \(\(8, 12\) .*\): rank 1 from rank 0",
     "lengths": r"InputError: ranks differ in input 'input': \(4, 12\) torch.float32 on rank 0, \(5, 12\) .* on rank 1",
     "calls": "InputError: ranks differ in the call: train_step .* on rank 0, a forward .* on rank 1",
     "torch": "InputError: ranks differ in the version of torch: .* on rank 0, 2.11.0 on rank 1; install the same",
-    "options": "InputError: ranks differ in the options of parallelize: .*per-microbatch.* on rank 0, .*exact.* on",
+    "options": "InputError: ranks differ in the options of parallelize: batch_norm: 'per-microbatch' .* 'exact'",
+    "limits": "InputError: ranks differ in the options of parallelize: max_replicas: 1 on rank 0, None on rank 1; give",
+    "one plan": r"InputError: ranks differ in the plan that .* given: a plan of 2 stages \(.*\) on rank 0, no plan on",
+    "dtype": "InputError: ranks differ in the model's tensors: 0.weight: .*float32, .* rank 0, .*float64, ",
+    "frozen": "InputError: ranks differ in the model's tensors: 0.weight: .*, trained .* 0, .*float32 on rank 1",
     "wrong option": "InputError: schedule must be one of",
-    "data": "InputError: ranks differ in the options of parallelize: data='whole'.* on rank 0, data='per-rank'",
+    "data": "InputError: ranks differ in the options of parallelize: data: 'whole' on rank 0, 'per-rank' on",
     "columns": r"InputError: ranks differ in input 'input': \(samples, 12\) .* on rank 0, \(samples, 13\) .* on rank 1",
     "capture": "InputError: capturing the model failed on rank 1 alone: .*this rank's own mistake",
 }

@@ -90,8 +90,8 @@ def test_what_is_wrong_with_a_sharded_stage_is_reported_with_its_name(changes, m
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("strategies", {"fc/linear#0": "S0R"}, "fc/linear#0: 'S0R' is no strategy"),
-        ("parameters", {"fc.weight": "QR"}, "fc.weight: 'QR' is no list of placements"),
+        ("strategies", {"S0R": "fc/linear#0"}, "'S0R' is no strategy"),
+        ("parameters", {"QR": "fc.weight"}, "'QR' is no list of placements"),
         ("redistributions", [["fc/linear#0", "S0P > S0R", ""]], "must be [tensor, shared steps, own steps, readers"),
         ("redistributions", [["fc/linear#0", "S0P", "x", ""]], "own: 'x' is no list of placements"),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ class PipelineCall:
         n = len(self.inputs)
         return self.batch_dims[index] if index < n else self.target_dims[index - n]
 
-    @property
+    @cached_property
     def targets_need_gradients(self) -> bool:
         return any(isinstance(x, torch.Tensor) and x.requires_grad for pieces in self.target_pieces for x in pieces)
 

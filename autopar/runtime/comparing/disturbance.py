@@ -98,9 +98,9 @@ def why_unbelievable(plans: Mapping[str, Plan], like_predicted: Collection[str],
     alone = [name for name in measured if name in like_predicted and runs_whole_model(plans[name])]
     alone = [name for name in alone if len(plans[name].used_devices) == 1]
     single = min((measured[name] for name in alone), default=None)
-    for name, seconds in measured.items() if single is not None else ():
+    for name, seconds in measured.items():
         n = len(plans[name].used_devices)
-        if n > 1 and single > _MOST_GAIN * n * seconds:
+        if n > 1 and single is not None and single > _MOST_GAIN * n * seconds:
             return (
                 f"one device took {_text(single)} and {name} {_text(seconds)}, and {n} devices cannot be "
                 f"{single / seconds:.3g}x as fast as one"
@@ -109,19 +109,20 @@ def why_unbelievable(plans: Mapping[str, Plan], like_predicted: Collection[str],
     off = {name: max(1.0, x) if name not in like_predicted else x for name, x in off.items()}
     if quiet or len(off) < 2:
         return ""
-    strange = [name for name in off if not 1 / _OFF <= off[name] / _of_others(off, name) <= _OFF]
-    if not strange or (len(strange) > 1 and len(off) > 2):  # of two, both are strange beside the other
+    if len(off) == 2:  # which of them is wrong, nobody knows
+        strange = [max(off, key=off.__getitem__)] if max(off.values()) > _OFF * min(off.values()) else []
+    else:
+        usual = median(off.values())
+        strange = [name for name, ratio in off.items() if not usual / _OFF <= ratio <= usual * _OFF]
+    if len(strange) != 1:
         return ""
-    name = max(strange, key=off.__getitem__)
+    (name,) = strange
     predicted = plans[name].predicted_step_time or 0.0
+    others = median(ratio for other, ratio in off.items() if other != name)
     return (
         f"{name} took {_text(measured[name])} where {_text(predicted)} are predicted ({off[name]:.3g}x), and the other "
-        f"plans took {_of_others(off, name):.3g}x their predictions"
+        f"plans took {others:.3g}x their predictions"
     )
-
-
-def _of_others(off: Mapping[str, float], name: str) -> float:
-    return median(ratio for other, ratio in off.items() if other != name)
 
 
 def _text(seconds: float) -> str:

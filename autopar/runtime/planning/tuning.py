@@ -107,7 +107,9 @@ def tuned(
     )
     believed = _like_predictions(ready, costs.devices) | alone.keys()
     with measurement_cache(options.cache) as cache:
-        steps = cache.get(key, partial(_from_json, names=racers.keys())) if cache is not None and auto else None
+        steps: Steps | None = None
+        if cache is not None and auto:
+            steps = cache.get(key, partial(_from_json, names=racers.keys()))
         if steps is None:
             rounds = Rounds(1, _LEAST_SECONDS, max(_BUDGET, _SHARE * spent)) if auto else Rounds(_STEPS)
             doubts = partial(why_unbelievable, racers, believed)

@@ -7,9 +7,14 @@ was built without it, and some sandboxes, have no such file or show zeros.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Self
 
 _SCHEDSTAT = "/proc/thread-self/schedstat"
+_TASKS = "/proc/self/task"
 _SPIN = 1e-3  # s of computing that the first field must show
 
 
@@ -27,10 +32,31 @@ def waiting_is_known() -> bool:
     return _fields()[0] > before
 
 
-def _fields() -> tuple[int, int]:
-    """Nanoseconds that this thread ran, and that it waited for a core; zeros if they are not reported."""
+@dataclass(frozen=True)
+class ThreadsWaiting:
+    """How long each thread of this process has waited for a core."""
+
+    seconds: Mapping[str, float] | None  # by thread; None: the system does not report it
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(_waited_of_threads() if waiting_is_known() else None)
+
+    def since(self) -> float | None:
+        """Seconds that all threads that are still there have waited since then."""
+        if self.seconds is None:
+            return None
+        return sum(waited - self.seconds.get(thread, 0.0) for thread, waited in _waited_of_threads().items())
+
+
+def _waited_of_threads() -> dict[str, float]:
+    return {task.name: _fields(f"{task}/schedstat")[1] * 1e-9 for task in Path(_TASKS).iterdir()}
+
+
+def _fields(path: str = _SCHEDSTAT) -> tuple[int, int]:
+    """Nanoseconds that a thread (by default this one) ran, and that it waited for a core; zeros if not reported."""
     try:
-        with open(_SCHEDSTAT) as file:
+        with open(path) as file:
             ran, waited, *_ = file.read().split()
             return int(ran), int(waited)
     except (OSError, ValueError):

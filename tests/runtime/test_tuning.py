@@ -23,6 +23,7 @@ from autopar.costs.measured import measure_costs
 from autopar.options import PlanOptions
 from autopar.planner.search_options import search_options
 from autopar.runtime.comparing.contestants import ComparedCall, Rounds, contestants
+from autopar.runtime.comparing.disturbance import SteadySteps
 from autopar.runtime.planning import at_hand as planning
 from autopar.runtime.planning import tuning
 from autopar.runtime.signatures.bound_signature import RunSettings
@@ -232,11 +233,11 @@ def test_rounds_end_with_enough_steps_and_seconds_or_with_the_budget_but_not_bef
 def test_tuning_takes_at_most_a_share_of_planning(spent: float, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Rounds] = []
 
-    def take(ready: Any, devices: Any, rounds: Rounds, progress: Any) -> Any:
+    def take(ready: Any, devices: Any, rounds: Rounds, progress: Any, doubts: Any) -> SteadySteps:
         seen.append(rounds)
-        return [(1.0,) for _ in ready]
+        return SteadySteps({one.name: (1.0,) for one in ready})
 
-    monkeypatch.setattr(tuning, "steps_in_turn", take)
+    monkeypatch.setattr(tuning, "steady_steps", take)
     example = capture_example(layers(), parse_devices(["cpu", "cpu"]), (X,), {}, loss_fn=F.mse_loss, target=Y)
     hand = Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)
     options = PlanOptions(cache=False, candidates={"hand": hand})

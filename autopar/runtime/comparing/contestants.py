@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,7 @@ from autopar.runtime.signatures.bound_signature import RunSettings
 from autopar.runtime.step_recorder import timed
 from cost_models import Device
 from cost_models.hardware.devices import operator_threads
+from cost_models.measuring.core_waiting import ThreadsWaiting
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,14 @@ def contestants(
     *,
     plain: Plan | None = None,
     threads: int | None = None,
+    threads_of: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[list[Contestant]]:
     """One contestant per plan. With `plain`, a plan of one stage, the plain model on the first device comes before.
 
     Every contestant has a copy of the model, so that the user's keeps its gradients and running statistics; the random
     state is put back. `threads`: of operators of the plain model; by default as many as the
-    caller has set. A plan that runs the model itself does so with the caller's threads, as it would outside of here.
+    caller has set. A plan that runs the model itself does so with the caller's threads, as it would outside of here, or
+    with those that `threads_of` has for its name.
     """
     ready: list[Contestant] = []
     copies = ParameterCopies(call.example)
@@ -103,7 +107,7 @@ def contestants(
                 ready.append(_plain(plain, call, devices[0], copies))
             for name, plan in plans.items():
                 progress(f"preparing {name}", 0.0)
-                ready.append(_pipelined(name, plan, call, devices, callers, copies))
+                ready.append(_pipelined(name, plan, call, devices, threads_of.get(name, callers), copies))
             yield ready
         finally:
             for contestant in ready:
@@ -128,19 +132,37 @@ class Rounds(NamedTuple):
         return min(1.0, len(counted[0]) / self.least, ran)
 
 
+class Round(NamedTuple):
+    """One turn of every contestant."""
+
+    seconds: tuple[float, ...]  # of each contestant's step
+    waited: float | None = None  # s that threads of this process were ready but had no core; None: not reported
+
+
+def rounds_in_turn(
+    contestants: Sequence[Racer], devices: Sequence[Device], rounds: Rounds, progress: Progress
+) -> list[Round]:
+    """The rounds that count."""
+    steps: list[list[float]] = [[] for _ in contestants]
+    waited: list[float | None] = []
+    start, done = time.perf_counter(), 0.0
+    with _no_repeated_warnings():
+        while done < 1:
+            waiting = ThreadsWaiting.now()
+            for contestant, seconds in zip(contestants, steps, strict=True):
+                progress(f"measuring {contestant.name}", done)
+                seconds.append(timed_step(contestant, devices))
+            waited.append(waiting.since())
+            done = rounds.done(steps, time.perf_counter() - start)
+    return [Round(*one) for one in zip(zip(*steps, strict=True), waited, strict=True)][1:]
+
+
 def steps_in_turn(
     contestants: Sequence[Racer], devices: Sequence[Device], rounds: Rounds, progress: Progress
 ) -> list[tuple[float, ...]]:
     """For each contestant, the seconds of its steps that count."""
-    steps: list[list[float]] = [[] for _ in contestants]
-    start, done = time.perf_counter(), 0.0
-    with _no_repeated_warnings():
-        while done < 1:
-            for contestant, seconds in zip(contestants, steps, strict=True):
-                progress(f"measuring {contestant.name}", done)
-                seconds.append(timed_step(contestant, devices))
-            done = rounds.done(steps, time.perf_counter() - start)
-    return [tuple(seconds[1:]) for seconds in steps]
+    taken = rounds_in_turn(contestants, devices, rounds, progress)
+    return list(zip(*(one.seconds for one in taken), strict=True))
 
 
 def priced(
@@ -156,7 +178,7 @@ def priced(
     def predicted(plan: Plan | None) -> Plan:
         if plan is None:
             return make_plan(costs, options, meshes)
-        if _in_callers_thread(plan) and plan.measured_step_time is not None:
+        if runs_in_callers_thread(plan) and plan.measured_step_time is not None:
             return plan  # its step was run; threads of the caller may be more than those that a device has
         return predict_any(plan, example, costs, options.conditions)
 
@@ -274,17 +296,18 @@ def _pipelined(
             whole_step(module, example)
 
     def device_context(context: DeviceContext) -> AbstractContextManager[object]:
-        return context(plan.used_devices[0]) if _in_callers_thread(plan) else module.device_context(context)
+        return context(plan.used_devices[0]) if runs_in_callers_thread(plan) else module.device_context(context)
 
     def step_with_callers_threads() -> None:
         with operator_threads(threads):
             step()
 
-    run = step_with_callers_threads if _in_callers_thread(plan) else step
+    run = step_with_callers_threads if runs_in_callers_thread(plan) else step
     return Contestant(name, plan, model, run, device_context, module.close)
 
 
-def _in_callers_thread(plan: Plan) -> bool:
+def runs_in_callers_thread(plan: Plan) -> bool:
+    """Whether the plan runs the model itself, with as many threads as the caller has set."""
     return len(plan.used_devices) == 1 and plan.n_microbatches == 1
 
 

@@ -6,6 +6,8 @@ plain model   plain model on both devices      <- rounds in turn, on copies of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
@@ -17,7 +19,9 @@ from autopar.plan.stage import Stage
 from autopar.planner.explainers import Explainer, explainer_of, with_explainer
 from autopar.planner.predict import predict_plan
 from autopar.planner.search_options import SearchOptions
-from autopar.runtime.comparing.contestants import ComparedCall, Rounds, contestants, steps_in_turn
+from autopar.runtime.comparing.contestants import ComparedCall, Rounds, contestants
+from autopar.runtime.comparing.disturbance import steady_steps, why_unbelievable
+from cost_models.hardware.devices import find_device
 
 _ROUNDS = Rounds(3, 0.05, 10.0)  # the median of few steps, and no more than some seconds
 
@@ -28,9 +32,15 @@ def calibrated(plan: Plan, call: ComparedCall, costs: CostGraph, search: SearchO
     kinds = dict.fromkeys(device.kind for device in costs.devices if device.name in used)
     by_kind = {kind: [d.name for d in costs.devices if d.kind == kind and d.name in used] for kind in kinds}
     whole = dict(_whole_models(by_kind, call.example, costs, search))
-    with without_warnings(), contestants(call, whole, costs.devices, progress) as ready:
-        steps = steps_in_turn(ready, costs.devices, _ROUNDS, progress)
-    return at_present_speed(plan, PresentSpeed.of((one.plan, s) for one, s in zip(ready, steps, strict=True)))
+    threads = {name: find_device(costs.devices, one.used_devices[0]).threads for name, one in whole.items()}
+    with without_warnings(), contestants(call, whole, costs.devices, progress, threads_of=threads) as ready:
+        plans = {one.name: one.plan for one in ready}
+        doubts = partial(why_unbelievable, plans, plans.keys())
+        found = steady_steps(ready, costs.devices, _ROUNDS, progress, doubts)
+    if found.doubt:
+        note = f"the machine was busy: {found.doubt}; predictions are not scaled by these steps"
+        return with_explainer(replace(plan, notes=(*plan.notes, note)), explainer_of(plan))
+    return at_present_speed(plan, PresentSpeed.of((plans[name], steps) for name, steps in found.steps.items()))
 
 
 def at_present_speed(plan: Plan, speed: PresentSpeed | None) -> Plan:

@@ -6,6 +6,10 @@ candidates    the user's plans, beside either
 
 A B C D   A B C D   A B C D  ...
 warm up | these steps count
+
+Where the caller has set other threads than a worker has, the plain model also runs on a worker's: predictions, and what
+"one device" means, are for those. Steps that cannot be true are not followed, remembered or scaled with
+(`disturbance.py`).
 """
 
 from __future__ import annotations
@@ -42,13 +46,14 @@ from autopar.runtime.comparing.contestants import (
     contestants,
     memory_in_turn,
     priced,
-    steps_in_turn,
+    runs_in_callers_thread,
 )
+from autopar.runtime.comparing.disturbance import Doubts, SteadySteps, Steps, steady_steps, why_unbelievable
 from autopar.runtime.comparing.parameter_copies import keeps_parameters
 from autopar.runtime.planning.calibration import at_present_speed
 from autopar.runtime.signatures.bound_signature import RunSettings
 from cost_models import Device, bytes_text, signature_key
-from cost_models.hardware.devices import available_memory
+from cost_models.hardware.devices import available_memory, find_device
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +63,8 @@ _LEAST_SECONDS = 0.05  # that every plan runs with tune="auto": shorter steps va
 # seconds if that is more; but of every plan one step counts.
 _SHARE = 0.5
 _BUDGET = 0.3
+_RULES = 2  # for what is believed; steps that others let pass are not read
 _SAME = 0.05  # with tune="auto", plans whose steps differ by less count as equally fast
-
-Steps = Mapping[str, tuple[float, ...]]  # plan -> s of each step that counts
 
 
 def tuned(
@@ -88,7 +92,9 @@ def tuned(
     if auto and len(plans) == 1:
         return first
     ready = priced(plans, example, costs, search)
-    lacking = _lacking_memory(ready, costs.devices, example)
+    alone = _as_workers_run(ready, costs.devices)
+    racers = ready | {name: plan for name, (plan, _) in alone.items()}
+    lacking = _lacking_memory(racers, costs.devices, example)
     if auto and lacking:
         return _with_note(first, f"not measured beside other plans: {lacking}")
     devices, how = (
@@ -97,19 +103,59 @@ def tuned(
     )
     # The plain model runs with as many threads as the caller has set.
     key = signature_key(
-        "tuned", call_signature(example, costs.devices), devices, torch.get_num_threads(), how, _keys(ready)
+        "tuned", _RULES, call_signature(example, costs.devices), devices, torch.get_num_threads(), how, _keys(ready)
     )
+    believed = _like_predictions(ready, costs.devices) | alone.keys()
     with measurement_cache(options.cache) as cache:
-        steps = cache.get(key, partial(_from_json, names=ready.keys())) if cache is not None and auto else None
+        steps: Steps | None = None
+        if cache is not None and auto:
+            steps = cache.get(key, partial(_from_json, names=racers.keys()))
         if steps is None:
             rounds = Rounds(1, _LEAST_SECONDS, max(_BUDGET, _SHARE * spent)) if auto else Rounds(_STEPS)
-            steps = _run(ComparedCall(example, RunSettings.of(options)), ready, costs.devices, rounds, progress)
+            doubts = partial(why_unbelievable, racers, believed)
+            threads = {name: threads for name, (_, threads) in alone.items()}
+            call = ComparedCall(example, RunSettings.of(options))
+            found = _run(call, racers, costs.devices, rounds, progress, threads, doubts)
+            steps = found.steps
+            if found.doubt:
+                return _when_busy(plans, racers, steps, found.doubt, auto=auto)
             if cache is not None:
                 cache.put(key, steps)
-                known = [(ready[name], seconds) for name, seconds in steps.items() if ready[name].predicted_step_time]
+                known = [(racers[n], steps[n]) for n in steps if n in believed and racers[n].predicted_step_time]
                 remember([Record.of(p, example.model, costs.devices, s, source="tune") for p, s in known])
-    speed = PresentSpeed.of((ready[name], seconds) for name, seconds in steps.items())
-    return at_present_speed(_fastest(plans, ready, steps, _SAME if auto else 0.0), speed)
+    speed = PresentSpeed.of((racers[name], seconds) for name, seconds in steps.items() if name in believed)
+    return at_present_speed(_fastest(plans, racers, steps, _SAME if auto else 0.0), speed)
+
+
+def _as_workers_run(plans: Mapping[str, Plan], devices: tuple[Device, ...]) -> dict[str, tuple[Plan, int]]:
+    """Plans that run the model itself, once more: with as many threads as a worker has, which predictions are for."""
+    return {
+        f"{name} on {threads} thread{'s' if threads > 1 else ''}": (plan, threads)
+        for name, plan in plans.items()
+        if name not in _like_predictions(plans, devices)
+        for threads in [find_device(devices, plan.used_devices[0]).threads]
+    }
+
+
+def _like_predictions(plans: Mapping[str, Plan], devices: tuple[Device, ...]) -> set[str]:
+    """Plans whose operators run on as many threads as their predictions are for: not the model itself on the threads of
+    the caller, where these are others than a worker's."""
+    callers = torch.get_num_threads()
+
+    def others(plan: Plan) -> bool:
+        device = find_device(devices, plan.used_devices[0])
+        return runs_in_callers_thread(plan) and device.torch_device.type == "cpu" and device.threads != callers
+
+    return {name for name, plan in plans.items() if not others(plan)}
+
+
+def _when_busy(plans: Mapping[str, Plan], racers: Mapping[str, Plan], steps: Steps, doubt: str, *, auto: bool) -> Plan:
+    """The first plan, as predicted; where the user asked for several to be run, the fastest. Nothing is scaled."""
+    busy = f"the machine was busy: {doubt}"
+    if auto:
+        first = next(iter(plans.values()))
+        return _with_note(first, f"{busy}; the prediction is followed, and these steps are not remembered")
+    return _with_note(_fastest(plans, racers, steps, 0.0), f"{busy}; these steps are not remembered")
 
 
 def _best_predicted(
@@ -185,12 +231,17 @@ def _lacking_memory(plans: Mapping[str, Plan], devices: tuple[Device, ...], exam
 
 
 def _run(
-    call: ComparedCall, plans: Mapping[str, Plan], devices: tuple[Device, ...], rounds: Rounds, progress: Progress
-) -> dict[str, tuple[float, ...]]:
+    call: ComparedCall,
+    plans: Mapping[str, Plan],
+    devices: tuple[Device, ...],
+    rounds: Rounds,
+    progress: Progress,
+    threads: Mapping[str, int],
+    doubts: Doubts,
+) -> SteadySteps:
     # What plans would warn of matters for the one that is followed: it will warn by itself.
-    with without_warnings(), contestants(call, plans, devices, progress) as ready:
-        steps = steps_in_turn(ready, devices, rounds, progress)
-    return {contestant.name: seconds for contestant, seconds in zip(ready, steps, strict=True)}
+    with without_warnings(), contestants(call, plans, devices, progress, threads_of=threads) as ready:
+        return steady_steps(ready, devices, rounds, progress, doubts)
 
 
 def _from_json(value: Any, names: Any) -> dict[str, tuple[float, ...]]:
@@ -207,8 +258,8 @@ def _fastest(plans: Mapping[str, Plan], ready: Mapping[str, Plan], steps: Steps,
     `ready`: the plans with their predictions.
     """
     measured = {name: median(seconds) for name, seconds in steps.items()}
-    least = min(measured.values())
-    near = [name for name in measured if measured[name] <= least * (1 + same)]
+    least = min(measured[name] for name in plans)
+    near = [name for name in measured if name in plans and measured[name] <= least * (1 + same)]
     best = min(near, key=lambda name: (len(ready[name].used_devices), ready[name].n_microbatches, measured[name]))
     # A plan of the search keeps its bounds and its explanation, which pricing drops. A user's plan that names modules
     # is complete only once it is priced.

@@ -46,7 +46,7 @@ def test_every_rank_refuses_in_the_same_words(ranks: RankPool) -> None:
     assert first == second
     wanted = {
         "weights": "InputError: ranks differ in the model's weights: .* on rank 0, .* on rank 1; build the model",
-        "plan": "InputError: ranks differ in the plan: ",
+        "plan": "InputError: ranks differ in the plan that parallelize is given: ",
         "options": "InputError: tune, calibrate, verify: not with one process a device so far",
         "planning": "InfeasibleError: ",
         "content": r"InputError: ranks differ in the content of input 'input' \(\(8, 12\) .*\): rank 1 from rank 0",

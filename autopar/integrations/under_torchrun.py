@@ -16,51 +16,18 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import Accelerator
 
-from autopar.errors import InputError
+from autopar.errors import InputError, warn
+from autopar.integrations.accelerate_on_ranks import STATES, check_shares, for_ranks, inner_optimizer
+from autopar.integrations.weight_files import load_weight_files
 from autopar.runtime.checkpoints.load import load
 from autopar.runtime.checkpoints.save import save
-from autopar.runtime.gradient_norm import clip_grad_norm_
 from autopar.runtime.ranks.module import RankedModule
 from autopar.runtime.ranks.whole_state import whole_state_dict
 
-_STATES = "autopar"  # in a checkpoint of Trainer: what autopar.load reads
-_SCHEDULER = "scheduler.pt"  # as Trainer calls it
+__all__ = ["PipelinedTrainer", "for_ranks"]
 
-
-def for_ranks(accelerator: Accelerator) -> Accelerator:
-    """The same accelerator, which takes pipelined modules as they are: not wrapped, and clipped over all ranks."""
-    prepare, clip = accelerator.prepare_model, accelerator.clip_grad_norm_
-
-    def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        if type(model) is not RankedModule:
-            return prepare(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        check_shares(model)
-        return prepare(model, device_placement=False, evaluation_mode=True)  # autocast alone
-
-    def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        ranked = [model for model in accelerator._models if type(model) is RankedModule]
-        if not ranked:
-            return clip(parameters, max_norm, norm_type)
-        accelerator.unscale_gradients()
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        keys = {id(parameter) for parameter in given}
-        # The module itself, if they are its own: a rank may have none of them.
-        whole = next((model for model in ranked if keys == {id(p) for p in model.parameters()}), None)
-        return clip_grad_norm_(given if whole is None else whole, max_norm, norm_type)
-
-    vars(accelerator).update(prepare_model=prepare_model, clip_grad_norm_=clip_grad_norm)
-    return accelerator
-
-
-def check_shares(module: RankedModule) -> None:
-    """Raise InputError for a module to which every rank would pass the whole batch."""
-    if not module.takes_shares:
-        raise InputError(
-            "Accelerate and Trainer give every rank samples of its own: make the module with "
-            "autopar.parallelize(model, data='per-rank')"
-        )
+_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"  # as Trainer calls them
 
 
 class PipelinedTrainer(transformers.Trainer):
@@ -76,8 +43,11 @@ class PipelinedTrainer(transformers.Trainer):
             check_shares(self._ranked)
             if not self.args.average_tokens_across_devices:
                 raise InputError(
-                    "the loss of ranks is one: leave TrainingArguments(average_tokens_across_devices=True)"
+                    "average_tokens_across_devices=False does not work on ranks, whose loss is that of the whole "
+                    "batch; leave it True"
                 )
+            if self.args.save_on_each_node:
+                raise InputError("save_on_each_node=True does not work on ranks: rank 0 alone gets the whole model")
 
     @property
     def _ranked(self) -> RankedModule | None:
@@ -94,8 +64,8 @@ class PipelinedTrainer(transformers.Trainer):
         return False if self._ranked is not None else bool(super()._has_mixed_mesh_grads(model))
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's own loss, divided by the tokens of all ranks, is that of the whole batch. Trainer multiplies it
-        by the number of ranks, since DistributedDataParallel takes the mean over ranks."""
+        """Trainer multiplies the loss by the number of ranks, for DistributedDataParallel; undo that for the model's
+        own loss, which is already that of the whole batch."""
         own = self.compute_loss_func is None and (self.label_smoother is None or "labels" not in inputs)
         found = super().compute_loss(model, inputs, *args, **kwargs)
         items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
@@ -117,20 +87,57 @@ class PipelinedTrainer(transformers.Trainer):
         if self._ranked is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save(Path(output_dir) / _STATES, self._ranked, _inner(self.optimizer), step=self.state.global_step)
+        save(Path(output_dir) / STATES, self._ranked, inner_optimizer(self.optimizer), step=self.state.global_step)
         if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        ranked, folder = self._ranked, Path(resume_from_checkpoint)
+        if ranked is not None and (folder / STATES).is_dir():
+            return  # with the optimizer's states, below
+        if ranked is not None and ranked.placed:
+            load_weight_files(folder, ranked)
+        elif ranked is not None and ranked.lacks_values:
+            ranked.when_placed(lambda: load_weight_files(folder, ranked))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._ranked is None or checkpoint is None:
+        """What ranks have written can be loaded into any model."""
+        states = None if checkpoint is None else Path(checkpoint) / STATES
+        if checkpoint is None or states is None or (self._ranked is None and not states.is_dir()):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load(Path(checkpoint) / _STATES, self._ranked, _inner(self.optimizer), random_state=False)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+        model: Any = self.model
+        optimizer, schedule = inner_optimizer(self.optimizer), Path(checkpoint) / _SCHEDULER
+        begins_anew = not states.is_dir()
+        if begins_anew:
+            self._say_what_begins_anew(Path(checkpoint))
+        else:
+            load(states, model, optimizer, random_state=False)
+        if self.lr_scheduler is not None and (schedule.is_file() or not begins_anew):
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+            if begins_anew:  # its state has the rates, which the optimizer's would have brought
+                for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+                    group["lr"] = rate
 
+    def _say_what_begins_anew(self, checkpoint: Path) -> None:
+        if not self.is_world_process_zero():
+            return
+        why = (
+            f"its {_OPTIMIZER} was written in one process, and ranks cannot read it"
+            if (checkpoint / _OPTIMIZER).is_file()
+            else "it has none, as with save_only_model=True"
+        )
+        what = "the optimizer begins" if (checkpoint / _SCHEDULER).is_file() else "optimizer and learning rates begin"
+        warn(f"{checkpoint} is resumed without the optimizer's states ({why}): {what} anew")
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """torch's own, inside of Accelerate's."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
+    def _load_best_model(self) -> None:
+        if self._ranked is None:
+            super()._load_best_model()
+            return
+        folder = Path(str(self.state.best_model_checkpoint))
+        if (folder / STATES).is_dir():
+            load(folder / STATES, self._ranked, random_state=False)
+        else:
+            load_weight_files(folder, self._ranked)

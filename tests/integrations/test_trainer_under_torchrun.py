@@ -58,9 +58,36 @@ def test_losses_norms_and_weights_are_those_of_one_process(
     ranks = tmp_path / "ranks"
     assert_same(trained(ranks, model, *options, ranked=True), expected)
     if not options:
-        resumed = trained(ranks, model, "resume", *options, ranked=True)
-        assert len(resumed[0]) >= 2
-        assert_same((resumed[0][-2:], *resumed[1:]), expected)
+        for ranked in (True, False):  # one process continues what ranks have saved, too
+            resumed = trained(ranks, model, "resume", "ours", ranked=ranked)
+            assert len(resumed[0]) >= 2
+            assert_same((resumed[0][-2:], *resumed[1:]), expected)
+
+
+@pytest.mark.parametrize("options", [("best", "again", "resume"), ("only", "best", "again", "resume")])
+def test_weights_are_loaded_into_a_trained_model(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Of the best checkpoint, and of the one to resume: by autopar.load, or from files of the whole model alone."""
+    expected = trained(tmp_path / "one", "gpt2", *options, ranked=False)
+    assert_same(trained(tmp_path / "ranks", "gpt2", *options, ranked=True), expected)
+
+
+def test_a_checkpoint_of_the_model_alone_is_resumed_with_a_new_optimizer(tmp_path: Path) -> None:
+    expected = [trained(tmp_path / "one", "gpt2", "only", *resume, ranked=False) for resume in ((), ("resume",))]
+    done = run(str(SCRIPT), "gpt2", str(tmp_path / "one"), "only", "resume")
+    assert done.returncode == 0, done.stderr
+    assert_same(torch.load(tmp_path / "one" / "found.pt"), expected[1])
+    assert "optimizer and learning rates begin anew" in done.stderr
+
+
+def test_ranks_resume_what_one_process_saved(tmp_path: Path) -> None:
+    """With its weights and learning rates, but a new optimizer, and they say so."""
+    of_one = trained(tmp_path, "gpt2", ranked=False)[0]
+    done = run(str(SCRIPT), "gpt2", str(tmp_path), "resume")
+    assert done.returncode == 0, done.stderr
+    logged = torch.load(tmp_path / "found.pt")[0]
+    assert logged[-2] == pytest.approx(of_one[-2], rel=2e-4)  # before the optimizer's first step
+    assert [rate for _, _, rate in logged[-2:]] == [rate for _, _, rate in of_one[-2:]]
+    assert re.search(r"optimizer\.pt was written in one process.*: the optimizer begins anew", done.stderr)
 
 
 @pytest.mark.parametrize("name", ["with_trainer", "with_accelerate"])

@@ -1,6 +1,9 @@
 """A script of tests: transformers' Trainer in one process, or PipelinedTrainer on the ranks of torchrun.
 
-trained_by_trainer.py MODEL FOLDER [--resume]    writes what it logged and the weights to FOLDER/found.pt
+trained_by_trainer.py MODEL FOLDER [OPTION ...]    writes what it logged and the weights to FOLDER/found.pt
+
+resume: from FOLDER/runs/checkpoint-2. again: evaluate and train before, with the same trainer. ours: PipelinedTrainer
+also in one process. only: checkpoints of the model alone. best: the best model is loaded at the end, that of step 2.
 """
 
 from __future__ import annotations
@@ -68,12 +71,16 @@ def main(name: str, folder: Path, *options: str) -> None:
         logging_steps=1,
         save_strategy="steps",
         save_steps=2,
+        save_only_model="only" in options,
+        eval_strategy="steps" if "best" in options else "no",
+        eval_steps=2,
+        load_best_model_at_end="best" in options,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
     )
     model: Any = model_of(name)
-    kind: Any = Trainer
+    kind: Any = PipelinedTrainer if "ours" in options else Trainer
     if n > 1:
         stages = (
             {"bert": 0, "classifier": 1}
@@ -85,12 +92,16 @@ def main(name: str, folder: Path, *options: str) -> None:
     kind._get_train_sampler = in_order
     data = samples(name, 64)
     trainer = kind(model=model, args=arguments, train_dataset=data, eval_dataset=samples(name, 18))
+    if "again" in options:
+        trainer.evaluate()
+        trainer.train()
     trainer.train(resume_from_checkpoint=str(folder / "runs" / "checkpoint-2") if "resume" in options else None)
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(folder / "saved"))
     if trainer.is_world_process_zero():
         saved = type(model_of(name)).from_pretrained(folder / "saved")
-        logged = [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "grad_norm" in one]
+        values = ("loss", "grad_norm", "learning_rate")
+        logged = [tuple(one[value] for value in values) for one in trainer.state.log_history if "grad_norm" in one]
         torch.save((logged, evaluated, saved.state_dict()), folder / "found.pt")
 
 

@@ -14,10 +14,12 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+load_file = pytest.importorskip("safetensors.torch").load_file
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "trained_by_trainer.py"
+WITH_ACCELERATE = ROOT / "tests" / "support" / "saved_by_accelerate.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -99,6 +101,20 @@ def test_an_example_runs_under_torchrun(name: str) -> None:
     assert all(0 < loss < 10 for loss in losses)
 
 
+@pytest.mark.parametrize("setting", ["average_tokens_across_devices=False", "save_on_each_node=True"])
+def test_arguments_of_copies_are_refused(tmp_path: Path, setting: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import autopar, torch, transformers\nfrom autopar.integrations import PipelinedTrainer\n"
+        "pm = autopar.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), data='per-rank')\n"
+        f"arguments = transformers.TrainingArguments({str(tmp_path)!r}, use_cpu=True, report_to=[], {setting})\n"
+        "PipelinedTrainer(model=pm, args=arguments)\n"
+    )
+    done = run(str(script))
+    assert done.returncode != 0
+    assert f"{setting} does not work on ranks" in done.stderr
+
+
 def test_a_module_with_the_whole_batch_on_every_rank_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -109,3 +125,39 @@ def test_a_module_with_the_whole_batch_on_every_rank_is_refused(tmp_path: Path) 
     done = run(str(script))
     assert done.returncode != 0
     assert "make the module with autopar.parallelize(model, data='per-rank')" in done.stderr
+
+
+def accelerated(folder: Path, what: str, *, ranked: bool) -> Any:
+    """Weights, learning rates and the scale after three steps. What `save_model` wrote are the same weights."""
+    folder.mkdir(exist_ok=True)
+    done = run(str(WITH_ACCELERATE), str(folder), what, ranked=ranked)
+    assert done.returncode == 0, done.stderr
+    weights, rates, scale = torch.load(folder / "found.pt")
+    saved = load_file(folder / "model" / "model.safetensors")
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], value) for name, value in weights.items())
+    return weights, rates, scale
+
+
+def test_states_that_accelerate_saves_on_ranks_are_whole(tmp_path: Path) -> None:
+    """They are loaded by ranks and by one process, with the optimizer's states and the learning rates."""
+    expected, rates, _ = accelerated(tmp_path / "one", "save", ranked=False)
+    ranks = tmp_path / "ranks"
+    for what, ranked in (("save", True), ("load", True), ("load", False)):
+        found = accelerated(ranks, what, ranked=ranked)
+        torch.testing.assert_close(found[0], expected)
+        if ranked:
+            assert found[1] == rates
+
+
+def test_a_gradient_scaler_of_accelerate_skips_on_all_ranks(tmp_path: Path) -> None:
+    expected = accelerated(tmp_path / "one", "scaled", ranked=False)
+    found = accelerated(tmp_path / "ranks", "scaled", ranked=True)
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[1:] == expected[1:] == ([0.0025], 32.0)  # one of three steps was skipped
+
+
+def test_two_optimizers_are_refused_with_what_saves_them(tmp_path: Path) -> None:
+    done = run(str(WITH_ACCELERATE), str(tmp_path), "two")
+    assert done.returncode != 0
+    assert "got 1 models and 2 optimizers; save each with autopar.save(directory, model, optimizer)" in done.stderr

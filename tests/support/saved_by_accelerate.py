@@ -2,7 +2,7 @@
 
 saved_by_accelerate.py FOLDER save        saves after two; writes the model to FOLDER/model, weights to FOLDER/found.pt
 saved_by_accelerate.py FOLDER load        does the third from what was saved
-saved_by_accelerate.py FOLDER scaled      with a gradient scaler and clipping; it finds an inf on one rank in the second step
+saved_by_accelerate.py FOLDER scaled      with a gradient scaler and clipping; in the second step a rank finds an inf
 saved_by_accelerate.py FOLDER two         saves with two optimizers
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,9 +134,10 @@ def predicted() -> dict[str, float]:
 @pytest.mark.usefixtures("costly")
 @pytest.mark.parametrize("quiet", [True, False])
 def test_one_device_means_the_threads_of_a_worker_whatever_the_caller_has_set(
-    quiet: bool, monkeypatch: pytest.MonkeyPatch
+    quiet: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """While another program holds a core, two threads of one operator take 100 times as long as one."""
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
     waiting: dict[str, float] | None = {} if quiet else None
     monkeypatch.setattr(ThreadsWaiting, "now", classmethod(lambda cls: cls(waiting)))
     monkeypatch.setattr(ThreadsWaiting, "since", lambda self: None if self.seconds is None else 0.0)

@@ -159,4 +159,5 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
         for path in (ROOT / package).rglob("*.py")
         if re.search(rf"^(import|from) ({optional})\b", path.read_text(), re.MULTILINE)
     }
-    assert found == {"autopar/integrations/lightning.py", "autopar/integrations/under_torchrun.py"}
+    modules = ("lightning", "under_torchrun", "accelerate_on_ranks")
+    assert found == {f"autopar/integrations/{name}.py" for name in modules}

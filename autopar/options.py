@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypedDict
 import torch
 
 from autopar.errors import InputError
-from autopar.names import check_names
+from autopar.errors.names import check_names
 from autopar.plan.plan import Plan
 from autopar.schedule.builders import SCHEDULES
 from cost_models import OPTIMIZERS, PRECISIONS, optimizer_name, parse_bytes

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import AutoparError, InputError, first_line, short_path, users_line
-from autopar.names import did_you_mean, similar
+from autopar.errors.names import did_you_mean, similar
 
 _KNOWN = ("model", "example_args", "example_kwargs", "target", "loss_fn")
 

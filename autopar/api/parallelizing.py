@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.example import LossFunction
-from autopar.names import with_checked_names
+from autopar.errors.names import with_checked_names
 from autopar.options import BatchDim, Data, Dynamic, PlanOptions, Tune
 from autopar.plan.plan import Plan
 from autopar.report.progress import progress_bar

@@ -11,7 +11,7 @@ from autopar.analysis.example import LossFunction, capture_example, example_ahea
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.measured import measure_costs
 from autopar.costs.profile import Profile, summarize, training_step
-from autopar.names import with_checked_names
+from autopar.errors.names import with_checked_names
 from autopar.options import BatchDim, PlanOptions
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (

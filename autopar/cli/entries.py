@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from autopar.errors import InputError, PlanError
-from autopar.names import similar
+from autopar.errors.names import similar
 from autopar.options import AHEAD_ONLY
 from autopar.plan.degrees import DEGREES
 from autopar.plan.plan import Plan

@@ -30,8 +30,8 @@ from autopar.analysis.operators import (
 from autopar.capture.program import Program, describe
 from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError
+from autopar.errors.names import few, similar
 from autopar.hints.module_paths import nearest
-from autopar.names import few, similar
 
 Storages = Mapping[str, frozenset[int]]
 

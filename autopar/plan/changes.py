@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from autopar.errors import PlanError
+from autopar.errors.names import near
 from autopar.hints.module_paths import ancestors, nearest
-from autopar.names import near
 from autopar.plan.display import priced_like
 from autopar.plan.file_format.folding import Layer, layer_of
 from autopar.plan.recompute import recompute_by_stage, recompute_flags

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import InputError
+from autopar.errors.names import few
 from autopar.hints.module_paths import ancestors, nearest
-from autopar.names import few
 from autopar.plan.display import compared, shown, step_parts
 from autopar.plan.exits.plan_degrees import replica_axes, zero_of
 from autopar.plan.plan import Plan

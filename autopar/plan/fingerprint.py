@@ -13,7 +13,7 @@ from collections import defaultdict
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from autopar.names import few
+from autopar.errors.names import few
 
 _NONE = "no parameters"
 _MOST = 3  # parameters in a message

@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from autopar.capture.program import Program
 from autopar.errors import PlanError
+from autopar.errors.names import few, similar
 from autopar.hints.module_paths import ancestors, nearest
-from autopar.names import few, similar
 from autopar.plan import serialization
 from autopar.plan.assignment import Storages, by_modules, by_operators, check_listed, operators_of_stages
 from autopar.plan.assumptions import Assumptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
-from autopar.names import with_checked_names
+from autopar.errors.names import with_checked_names
 from autopar.plan.display import reported
 
 if TYPE_CHECKING:

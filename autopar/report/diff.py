@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from autopar.names import few
+from autopar.errors.names import few
 from autopar.plan.diff import Fact, PlanDiff, Quantity, Setting, StageMode
 from autopar.plan.display import shown
 from autopar.plan.recompute import RECOMPUTE, WHAT_RUNS_AGAIN, Recompute

@@ -16,7 +16,7 @@ from autopar.analysis.example import Example, LossFunction
 from autopar.analysis.own_loss import own_loss
 from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError, warn
-from autopar.names import check_names
+from autopar.errors.names import check_names
 from autopar.plan.display import printable, reported
 from autopar.plan.plan import Plan
 from autopar.plan.plan_report import ReportKeywords

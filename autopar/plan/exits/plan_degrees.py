@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autopar.names import few
+from autopar.errors.names import few
 from autopar.plan.assumptions import Assumptions
 from autopar.plan.degrees import Degrees
 from autopar.plan.exits.configuration import NotExpressed, refuse

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopar.names import few
+from autopar.errors.names import few
 from autopar.plan.exits.configuration import NotExpressed
 
 if TYPE_CHECKING:

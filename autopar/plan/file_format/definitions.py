@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from autopar.plan.file_format.folding import Layer, absolute, inside, layer_of, outside, relative
 from autopar.plan.file_format.names import OPERATORS, PARAMETERS, Known, named, split
-from autopar.plan.file_format.tables import Entry, Table, Value
+from autopar.plan.file_format.tables import LineValue, TableFormat, Value
 
 Values = dict[str, Value]  # of a table, by key; None: nothing, although a definition says something
 
 
-class Part(NamedTuple):
+class LayerPart(NamedTuple):
     """What a stage has of a layer, by names inside of it."""
 
     layer: Layer
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     owners: Set[str]  # modules whose parameters are the stage's
 
     @classmethod
-    def of(cls, layer: Layer, operators: Iterable[str], last: Mapping[str, str]) -> Part:
+    def of(cls, layer: Layer, operators: Iterable[str], last: Mapping[str, str]) -> LayerPart:
         """`last`: the last operator of every module of the plan."""
         mine = list(operators)
         modules = dict.fromkeys(split(key, OPERATORS)[0] for key in mine)
@@ -59,7 +59,7 @@ class Said(NamedTuple):
     twice: list[str]  # keys that have two values
 
 
-def applied(table: Table, entries: Iterable[Entry], known: Known, owners: Set[str] | None = None) -> Said:
+def applied(table: TableFormat, entries: Iterable[LineValue], known: Known, owners: Set[str] | None = None) -> Said:
     """What entries say of known operators, or of the parameters of modules `owners` (None: of any). A line that names
     an operator by its number wins over one that names all of its kind."""
     found: Values = {}
@@ -91,7 +91,7 @@ def _says(line: str, key: str) -> bool:
     return line == key or key.rpartition("/")[2] in line.rpartition(": ")[2].split(" ")
 
 
-def differences(table: Table, values: Values, entries: Sequence[Entry], part: Part) -> Values:
+def differences(table: TableFormat, values: Values, entries: Sequence[LineValue], part: LayerPart) -> Values:
     """What a stage says besides a definition, so that the values of a part are these."""
     said = applied(table, entries, part.known, part.owners).values
     keys = {**said, **values}
@@ -101,20 +101,20 @@ def differences(table: Table, values: Values, entries: Sequence[Entry], part: Pa
 # -- tensors of rows --------------------------------------------------------------------------------------------------
 
 
-def in_layer(table: Table, values: Mapping[str, Value], layer: Layer) -> Values:
+def in_layer(table: TableFormat, values: Mapping[str, Value], layer: Layer) -> Values:
     """Keys as they are called inside of the layer, and tensors with `@`."""
     return {
         inside(key, layer): _each_tensor(table, value, lambda t: relative(t, layer)) for key, value in values.items()
     }
 
 
-def out_of_layer(table: Table, values: Mapping[str, Value], layer: Layer) -> Values:
+def out_of_layer(table: TableFormat, values: Mapping[str, Value], layer: Layer) -> Values:
     return {
         outside(key, layer): _each_tensor(table, value, lambda t: absolute(t, layer)) for key, value in values.items()
     }
 
 
-def in_modules(table: Table, values: Mapping[str, Value]) -> Values:
+def in_modules(table: TableFormat, values: Mapping[str, Value]) -> Values:
     """`.weight` for a tensor of the operator's own module."""
     found = {}
     for key, value in values.items():
@@ -125,7 +125,7 @@ def in_modules(table: Table, values: Mapping[str, Value]) -> Values:
     return found
 
 
-def out_of_modules(table: Table, values: Mapping[str, Value]) -> Values:
+def out_of_modules(table: TableFormat, values: Mapping[str, Value]) -> Values:
     found = {}
     for key, value in values.items():
         module = split(key, OPERATORS)[0]
@@ -133,7 +133,7 @@ def out_of_modules(table: Table, values: Mapping[str, Value]) -> Values:
     return found
 
 
-def _each_tensor(table: Table, value: Value, change: Any) -> Value:
+def _each_tensor(table: TableFormat, value: Value, change: Any) -> Value:
     """Rows of redistributions and exchanges begin with a tensor."""
     if not table.adds or value is None:
         return value

@@ -19,20 +19,17 @@ device_kinds ["H100", "H100", ...]                    "device_kinds": "H100", if
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from autopar.names import near
+from autopar.errors.names import near
 from autopar.plan.file_format.collectives import Collectives
 from autopar.plan.file_format.earlier_rows import ENTRY, KINDS, Kind, Reference
 from autopar.plan.file_format.fields import UNREADABLE
 from autopar.plan.file_format.folding import FoldedLayers, Row, unfolded
 from autopar.plan.file_format.operators import LAYERS, labels_of, range_of
-from autopar.plan.file_format.short_values import each_device
+from autopar.plan.file_format.stage_fields import with_devices, with_exchanges, with_mode_and_mesh
 from autopar.plan.file_format.transfers import each_transfer
-from autopar.plan.file_format.writing import FLAGS, sums
-from autopar.plan.recompute import RECOMPUTE, recompute_flags
 
 _LAYERS = "layers"
 _COLLECTIVES, _TIMES = "collectives", "times"
@@ -56,11 +53,7 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
             fields[_REPEATED][name] = with_numbers(rows, times, place, problems)
     definitions = _Definitions(layers, problems)
     collectives = Collectives.read(data.pop(_COLLECTIVES, []), problems)
-    if "devices" in data:
-        data["devices"] = each_device(data["devices"])
-    if isinstance(data.get("device_kinds"), str):
-        devices = data.get("devices", [])
-        data["device_kinds"] = [data["device_kinds"]] * len(devices) if isinstance(devices, list) else UNREADABLE
+    with_devices(data)
     if isinstance(data.get("transfers"), list):
         data["transfers"] = each_transfer(data["transfers"], problems, in_order=False)
     every = data.pop(_EVERY, {})
@@ -105,27 +98,9 @@ def _flat_stage(
     times: list[float],
     problems: list[str],
 ) -> dict[str, Any]:
-    stage = dict(stage)
-    if "devices" in stage:
-        stage["devices"] = each_device(stage["devices"])
-    for flag in FLAGS[1:]:
-        if flag in stage:
-            problems.append(f"{where}{flag} is unknown; write 'recompute' with one of {', '.join(RECOMPUTE)}")
-            del stage[flag]
-    name = stage.pop("recompute", "none")
-    if isinstance(name, str) and name in RECOMPUTE:
-        stage |= {flag: True for flag, on in recompute_flags(name).items() if on}
-    else:
-        problems.append(f"{where}recompute must be one of {', '.join(RECOMPUTE)}, got {name!r}")
+    stage = with_mode_and_mesh(stage, where, problems)
     sharding = stage.get("sharding")
     if isinstance(sharding, dict):
-        stage["sharding"] = sharding = dict(sharding)
-        mesh = sharding.get("mesh")
-        if isinstance(mesh, dict):
-            sharding["mesh"], sharding["axes"] = list(mesh.values()), list(mesh)
-        elif "mesh" in sharding:
-            problems.append(f"{where}sharding.mesh must be an object from axes to numbers of devices, got {mesh!r}")
-            sharding["mesh"], sharding["axes"] = [1], ["unknown"]
         if _REPEATED in sharding:
             place = f"{where}sharding.{_REPEATED}"
             sharding[_REPEATED] = with_numbers(sharding[_REPEATED], times, place, problems)
@@ -134,11 +109,8 @@ def _flat_stage(
         holder, place = (sharding, f"{where}sharding.") if kind.sharding else (stage, where)
         if isinstance(holder, dict) and kind.name in holder:
             holder[kind.name] = definitions.rows_of(kind, holder[kind.name], f"{place}{kind.name}")
-    if isinstance(sharding, dict) and isinstance(sharding.get("exchanges"), list):
-        sharding["exchanges"] = collectives.exchanges(sharding["exchanges"], f"{where}sharding.exchanges", problems)
-        # Values that are no numbers are refused by whoever reads the fields.
-        with contextlib.suppress(TypeError, OverflowError, ValueError):
-            sharding |= {name: value for name, value in sums(sharding).items() if name not in sharding}
+    if isinstance(sharding, dict):
+        with_exchanges(sharding, where, collectives, problems)
     return stage
 
 

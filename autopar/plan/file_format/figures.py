@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopar.names import near
+from autopar.errors.names import near
 from autopar.plan.file_format.folding import definition_name
 from autopar.plan.recompute import NAMES, Recompute
 

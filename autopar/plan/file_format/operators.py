@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.names import near
+from autopar.errors.names import near
 from autopar.plan.file_format.fields import OPERATOR_LINE, operator_lines
 from autopar.plan.file_format.folding import Definitions, FoldedLayers, Item, Row, fold, unfolded
 from autopar.plan.file_format.names import LINE

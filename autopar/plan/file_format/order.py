@@ -7,10 +7,10 @@ from typing import Any
 
 from autopar.plan.file_format.folding import Layer, layer_of
 from autopar.plan.file_format.names import OPERATORS, OUTPUT, PARAMETERS, split
-from autopar.plan.file_format.tables import Pairs, Table
+from autopar.plan.file_format.tables import Pairs, TableFormat
 
 
-def ordered(table: Table, pairs: Pairs, operators: Sequence[str]) -> Pairs:
+def ordered(table: TableFormat, pairs: Pairs, operators: Sequence[str]) -> Pairs:
     """As the stage's operators; parameters as the last operator of their modules; what a stage sends on behind the
     operator that makes it; others behind them."""
     places = _places(table, operators)
@@ -23,20 +23,20 @@ def ordered(table: Table, pairs: Pairs, operators: Sequence[str]) -> Pairs:
     return sorted(pairs, key=lambda pair: place(pair[0]))
 
 
-def in_order(table: Table, pairs: Pairs, operators: Sequence[str]) -> bool:
+def in_order(table: TableFormat, pairs: Pairs, operators: Sequence[str]) -> bool:
     """Whether `ordered` leaves the pairs as they are, which have every key once, and operators of the stage."""
     keys = [key for key, _ in pairs]
     known = table.separator == PARAMETERS or {key for key in keys if not key.startswith(OUTPUT)} <= set(operators)
     return known and len(set(keys)) == len(keys) and ordered(table, pairs, operators) == pairs
 
 
-def _places(table: Table, operators: Sequence[str]) -> Mapping[str, int]:
+def _places(table: TableFormat, operators: Sequence[str]) -> Mapping[str, int]:
     if table.separator == PARAMETERS:
         return {split(key, OPERATORS)[0]: place for place, key in enumerate(operators)}
     return {key: place for place, key in enumerate(operators)}
 
 
-def _holder(table: Table, key: str) -> str:
+def _holder(table: TableFormat, key: str) -> str:
     return split(key, PARAMETERS)[0] if table.separator == PARAMETERS else key
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autopar.names import near
+from autopar.errors.names import near
 from autopar.plan.file_format.collectives import Collectives
 from autopar.plan.file_format.definitions import (
-    Part,
+    LayerPart,
     Values,
     applied,
     by_layer,
@@ -25,11 +24,10 @@ from autopar.plan.file_format.names import OPERATORS, Known
 from autopar.plan.file_format.operators import LAYERS, OperatorLines, range_of
 from autopar.plan.file_format.order import layers_as, ordered
 from autopar.plan.file_format.shared_layers import OF
-from autopar.plan.file_format.short_values import each_device, long_description
-from autopar.plan.file_format.tables import EXCHANGES, ROWS, TABLES, Entry, Table, Wrong
+from autopar.plan.file_format.short_values import long_description
+from autopar.plan.file_format.stage_fields import with_devices, with_exchanges, with_mode_and_mesh
+from autopar.plan.file_format.tables import ROWS, TABLES, LineValue, TableFormat, Wrong
 from autopar.plan.file_format.transfers import each_transfer
-from autopar.plan.file_format.writing import FLAGS, sums
-from autopar.plan.recompute import RECOMPUTE, recompute_flags
 
 _LAYERS, _COLLECTIVES = "layers", "collectives"
 _OPERATORS = "operators"
@@ -44,11 +42,7 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     if isinstance(data.get("stages"), list):
         data["stages"] = list(_in_turn(data["stages"]))
     with_figures(data, problems)
-    if "devices" in data:
-        data["devices"] = each_device(data["devices"])
-    if isinstance(data.get("device_kinds"), str):
-        devices = data.get("devices", [])
-        data["device_kinds"] = [data["device_kinds"]] * len(devices) if isinstance(devices, list) else UNREADABLE
+    with_devices(data)
     if isinstance(data.get("transfers"), list):
         data["transfers"] = each_transfer(data["transfers"], problems)
     if isinstance(data.get("runners_up"), list):
@@ -82,26 +76,7 @@ def _runner_up(one: Any) -> Any:
 
 def _stage(stage: dict[str, Any], where: str, layers: _Layers, problems: list[str]) -> dict[str, Any]:
     """All but the sharding's tables. Its operators are keys, for now."""
-    stage = dict(stage)
-    if "devices" in stage:
-        stage["devices"] = each_device(stage["devices"])
-    for flag in FLAGS[1:]:
-        if flag in stage:
-            problems.append(f"{where}{flag} is unknown; write 'recompute' with one of {', '.join(RECOMPUTE)}")
-            del stage[flag]
-    name = stage.pop("recompute", "none")
-    if isinstance(name, str) and name in RECOMPUTE:
-        stage |= {flag: True for flag, on in recompute_flags(name).items() if on}
-    else:
-        problems.append(f"{where}recompute must be one of {', '.join(RECOMPUTE)}, got {name!r}")
-    if isinstance(stage.get("sharding"), dict):
-        stage["sharding"] = sharding = dict(stage["sharding"])
-        mesh = sharding.get("mesh")
-        if isinstance(mesh, dict):
-            sharding["mesh"], sharding["axes"] = list(mesh.values()), list(mesh)
-        elif "mesh" in sharding:
-            problems.append(f"{where}sharding.mesh must be an object from axes to numbers of devices, got {mesh!r}")
-            sharding["mesh"], sharding["axes"] = [1], ["unknown"]
+    stage = with_mode_and_mesh(stage, where, problems)
     if isinstance(stage.get(_OPERATORS), list):
         lines = stage[_OPERATORS]
         keys = layers.operators.keys(lines, f"{where}{_OPERATORS}")
@@ -120,7 +95,7 @@ class _Layers:
     def __init__(self, layers: Any, problems: list[str]) -> None:
         self._problems = problems
         self.operators = OperatorLines(problems)
-        self.tables: dict[str, dict[str, dict[str, list[Entry]]]] = {}  # by parent, table and definition
+        self.tables: dict[str, dict[str, dict[str, list[LineValue]]]] = {}  # by parent, table and definition
         self._hits: dict[tuple[str, str, str], dict[tuple[str, str], bool]] = {}
         if not isinstance(layers, dict) or any(not isinstance(fields, dict) for fields in layers.values()):
             problems.append(f"{_LAYERS} must be an object from module paths to objects, got {layers!r}")
@@ -138,8 +113,8 @@ class _Layers:
                 else:
                     problems.append(f"{place} is unknown{near(name, (_OPERATORS, *_TABLES))}")
 
-    def _definitions(self, table: Table, found: dict[str, Any], place: str) -> dict[str, list[Entry]]:
-        definitions: dict[str, list[Entry]] = {}
+    def _definitions(self, table: TableFormat, found: dict[str, Any], place: str) -> dict[str, list[LineValue]]:
+        definitions: dict[str, list[LineValue]] = {}
         for name, value in found.items():
             if isinstance(value, str) and value.removeprefix(OF) in definitions:
                 definitions[name] = definitions[value.removeprefix(OF)]
@@ -201,7 +176,7 @@ class _Layers:
         }
         return f"; it has {', '.join(known)}" if known else ""
 
-    def values(self, table: Table, name: str, part: Part) -> Values:
+    def values(self, table: TableFormat, name: str, part: LayerPart) -> Values:
         """What a definition says of a stage's part of a layer."""
         parent = part.layer.parent
         entries = self.tables.get(parent, {}).get(table.name, {}).get(name, [])
@@ -213,7 +188,7 @@ class _Layers:
         self._problems += (text for key in said.twice if (text := _twice(place, key)) not in self._problems)
         return out_of_layer(table, said.values, part.layer)
 
-    def check_names(self, parts: Mapping[str, Sequence[Part]]) -> None:
+    def check_names(self, parts: Mapping[str, Sequence[LayerPart]]) -> None:
         """Refuse names of definitions that no operator of these layers has. `parts`: by parent."""
         for (parent, table, name), hits in self._hits.items():
             known = {key for part in parts.get(parent, ()) for key in part.known.keys}
@@ -232,7 +207,7 @@ def _deepest(operators: Sequence[str]) -> int:
     return level
 
 
-def _entries(table: Table, value: Any, where: str, problems: list[str]) -> list[Entry]:
+def _entries(table: TableFormat, value: Any, where: str, problems: list[str]) -> list[LineValue]:
     found = []
     for entry in table.read(value):
         if isinstance(entry, Wrong):
@@ -251,7 +226,7 @@ def _read_shardings(stages: list[Any], layers: _Layers, collectives: Collectives
         mine if isinstance(stage, dict) and isinstance(mine := stage.get(_OPERATORS), _Keys) else [] for stage in stages
     ]
     last = last_operators(operators)
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[LayerPart]] = {}
     for number, (stage, keys) in enumerate(zip(stages, operators, strict=True)):
         if not isinstance(stage, dict):
             continue
@@ -262,25 +237,21 @@ def _read_shardings(stages: list[Any], layers: _Layers, collectives: Collectives
             if _LAYERS in sharding:
                 named_layers = layers.of(sharding.pop(_LAYERS), keys, f"{where}{_LAYERS}")
                 held = dict(pair for level in range(_deepest(keys)) for pair in by_layer(keys, level).items())
-                mine = [(Part.of(layer, held.get(layer, ()), last), name) for layer, name in named_layers.items()]
+                mine = [(LayerPart.of(layer, held.get(layer, ()), last), name) for layer, name in named_layers.items()]
             for part, _ in mine:
                 parts.setdefault(part.layer.parent, []).append(part)
             for table in TABLES:
                 _read_table(table, sharding, mine, keys, layers, where, problems)
-            if isinstance(sharding.get(EXCHANGES), list):
-                sharding[EXCHANGES] = collectives.exchanges(sharding[EXCHANGES], f"{where}{EXCHANGES}", problems)
-                # Values that are no numbers are refused by whoever reads the fields.
-                with contextlib.suppress(TypeError, OverflowError, ValueError):
-                    sharding |= {name: value for name, value in sums(sharding).items() if name not in sharding}
+            with_exchanges(sharding, f"stages[{number}].", collectives, problems)
         if isinstance(stage.get(_OPERATORS), _Keys):
             stage[_OPERATORS] = operator_lines(keys)
     layers.check_names(parts)
 
 
 def _read_table(
-    table: Table,
+    table: TableFormat,
     sharding: dict[str, Any],
-    parts: Sequence[tuple[Part, str]],
+    parts: Sequence[tuple[LayerPart, str]],
     operators: Sequence[str],
     layers: _Layers,
     where: str,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autopar.plan.file_format.definitions import (
-    Part,
+    LayerPart,
     Values,
     by_layer,
     differences,
@@ -23,7 +23,7 @@ from autopar.plan.file_format.definitions import (
 )
 from autopar.plan.file_format.folding import Layer, definition_name, layer_of
 from autopar.plan.file_format.names import OPERATORS, Known, joined
-from autopar.plan.file_format.tables import TABLES, Entry, compact
+from autopar.plan.file_format.tables import TABLES, LineValue, compact
 
 OF = "those of "  # another definition of the table
 _MOST_COMPARED = 16  # kinds of layers, of which definitions are chosen
@@ -32,7 +32,7 @@ Tables = dict[str, Values]  # by the name of a table
 
 
 @dataclass
-class Sharded:
+class ShardedStage:
     """A stage with a sharding."""
 
     operators: Sequence[str]
@@ -44,7 +44,7 @@ class Sharded:
 class _Piece(NamedTuple):
     """What one stage has of a layer."""
 
-    part: Part
+    part: LayerPart
     tables: Tables
 
     @property
@@ -55,10 +55,12 @@ class _Piece(NamedTuple):
 
 class _Definition(NamedTuple):
     tables: dict[str, Any]  # as JSON
-    entries: dict[str, list[Entry]]
+    entries: dict[str, list[LineValue]]
 
 
-def fold_shardings(stages: Sequence[Sharded], plan: Sequence[Sequence[str]]) -> dict[str, dict[str, dict[str, Any]]]:
+def fold_shardings(
+    stages: Sequence[ShardedStage], plan: Sequence[Sequence[str]]
+) -> dict[str, dict[str, dict[str, Any]]]:
     """Fill `layers` and `own` of the stages, and return definitions by parent, table and name. `plan`: the operators of
     all stages."""
     last = last_operators(plan)
@@ -78,7 +80,7 @@ def fold_shardings(stages: Sequence[Sharded], plan: Sequence[Sequence[str]]) -> 
     return {parent: _by_table(definitions) for parent, definitions in found.items()}
 
 
-def _pieces(stage: Sharded, operators: Sequence[str], level: int, last: Mapping[str, str]) -> dict[Layer, _Piece]:
+def _pieces(stage: ShardedStage, operators: Sequence[str], level: int, last: Mapping[str, str]) -> dict[Layer, _Piece]:
     """What a stage has of its layers."""
     rows: dict[Layer, Tables] = defaultdict(lambda: defaultdict(dict))
     for name, values in stage.own.items():
@@ -89,7 +91,7 @@ def _pieces(stage: Sharded, operators: Sequence[str], level: int, last: Mapping[
     found = {}
     for layer, keys in by_layer(operators, level).items():
         mine = {t.name: in_layer(t, rows[layer].get(t.name, {}), layer) for t in TABLES if t.name in stage.own}
-        found[layer] = _Piece(Part.of(layer, keys, last), mine)
+        found[layer] = _Piece(LayerPart.of(layer, keys, last), mine)
     return found
 
 
@@ -172,7 +174,7 @@ def _whole(pieces: Sequence[_Piece]) -> _Piece:
             tables[name] |= values
     first = pieces[0].part
     owners = frozenset().union(*(piece.part.owners for piece in pieces))
-    return _Piece(Part(first.layer, Known.of(keys, OPERATORS), owners), dict(tables))
+    return _Piece(LayerPart(first.layer, Known.of(keys, OPERATORS), owners), dict(tables))
 
 
 def _definition(piece: _Piece) -> _Definition:
@@ -180,7 +182,7 @@ def _definition(piece: _Piece) -> _Definition:
     for table in TABLES:
         if piece.tables.get(table.name):
             tables[table.name] = compact(table, piece.tables[table.name], piece.part.known)
-            entries[table.name] = [one for one in table.read(tables[table.name]) if isinstance(one, Entry)]
+            entries[table.name] = [one for one in table.read(tables[table.name]) if isinstance(one, LineValue)]
     return _Definition(tables, entries)
 
 
@@ -206,7 +208,7 @@ def _length(value: Any) -> int:
     return len(json.dumps(value))
 
 
-def _fold(stage: Sharded, layer: Layer, piece: _Piece, definitions: Mapping[str, _Definition]) -> None:
+def _fold(stage: ShardedStage, layer: Layer, piece: _Piece, definitions: Mapping[str, _Definition]) -> None:
     plain = _cost(piece, None)
     costs = {name: _cost(piece, definition) for name, definition in definitions.items()}
     best = min(costs, key=lambda name: costs[name], default=None)

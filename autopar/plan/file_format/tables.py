@@ -32,7 +32,7 @@ _GRADIENTS = str.maketrans("RP", "PR")  # of placements
 _NUMBER = (int, float)
 
 
-class Entry(NamedTuple):
+class LineValue(NamedTuple):
     """Of a table in a file: what the keys that a line names have; `value` None: nothing."""
 
     line: str
@@ -45,7 +45,7 @@ class Wrong(NamedTuple):
     text: str
 
 
-class Table(NamedTuple):
+class TableFormat(NamedTuple):
     """How a table is written."""
 
     name: str
@@ -53,12 +53,12 @@ class Table(NamedTuple):
     pairs: Callable[[Any], Pairs]  # of its value in format 2
     flat: Callable[[Pairs], Any]  # ... and back
     write: Callable[[Sequence[tuple[list[str], Value]]], Any]  # lines and what their keys have, as JSON
-    read: Callable[[Any], Iterator[Entry | Wrong]]
+    read: Callable[[Any], Iterator[LineValue | Wrong]]
     adds: bool  # entries of one key add up; otherwise the last one counts
     is_object: bool  # in JSON: otherwise a list
 
 
-def compact(table: Table, values: Mapping[str, Value], known: Known) -> Any:
+def compact(table: TableFormat, values: Mapping[str, Value], known: Known) -> Any:
     """A table as JSON: each value once, with lines for the keys that have it. `known`: operators."""
     keys: dict[Value, list[str]] = defaultdict(list)
     for key, value in values.items():
@@ -97,7 +97,7 @@ def _write_texts(groups: Sequence[tuple[list[str], Value]]) -> dict[str, Any]:
     return {NOTHING if text is None else text: lines[0] if len(lines) == 1 else lines for lines, text in groups}
 
 
-def _read_texts(value: Any) -> Iterator[Entry | Wrong]:
+def _read_texts(value: Any) -> Iterator[LineValue | Wrong]:
     if not isinstance(value, dict):
         yield Wrong(f" must be an object from placements to names, got {value!r}")
         return
@@ -110,7 +110,7 @@ def _read_texts(value: Any) -> Iterator[Entry | Wrong]:
         elif turned:
             yield Wrong(f" has names before placements; write '{turned[0]}': '{text}'")
         else:
-            yield from (Entry(line, None if text == NOTHING else text) for line in each)
+            yield from (LineValue(line, None if text == NOTHING else text) for line in each)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -122,21 +122,22 @@ def end(passage: str) -> str:
     return f"{forward.rpartition(' > ')[2]}{back}{backward.partition(' > ')[0]}"
 
 
-def _rows(what: str, value: Any, fewest: int) -> Iterator[list[Any] | Wrong]:
-    """Rows of a list. `what`: the values of one, for errors."""
+def _rows(what: str, value: Any, fewest: int, wrong: Callable[[list[Any]], list[Any]]) -> Iterator[list[Any] | Wrong]:
+    """Rows of a list. `what`: the values of one, for errors. `wrong`: those of a row that have a wrong type."""
     if not isinstance(value, list):
         yield Wrong(f" must be a list, got {value!r}")
         return
     for index, row in enumerate(value):
         if not isinstance(row, list) or not row or 1 < len(row) < fewest:
             yield Wrong(f"[{index}] must be [{what}], got {row!r}")
+        elif cells := wrong(row):
+            yield Wrong(f"[{index}] has a value of a wrong type, {cells[0]!r}, in {row!r}")
         else:
             yield row
 
 
-def _wrong(value: Any, row: Any, cell: Any) -> Wrong:
-    index = next(index for index, other in enumerate(value) if other is row)
-    return Wrong(f"[{index}] has a value of a wrong type, {cell!r}, in {row!r}")
+def _no_texts(cells: Sequence[Any]) -> list[Any]:
+    return [cell for cell in cells if not isinstance(cell, str)]
 
 
 def _redistribution_pairs(rows: Any) -> Pairs:
@@ -190,21 +191,17 @@ def begin(passage: str) -> str:
     return f"{forward.partition(' > ')[0]}{back}{backward.rpartition(' > ')[2]}"
 
 
-def _read_redistributions(value: Any) -> Iterator[Entry | Wrong]:
-    for row in _rows("tensor, shared steps, own steps, readers ..", value, 4):
+def _read_redistributions(value: Any) -> Iterator[LineValue | Wrong]:
+    for row in _rows("tensor, shared steps, own steps, readers ..", value, 4, _no_texts):
         if isinstance(row, Wrong):
             yield row
-            continue
-        wrong = [cell for cell in row if not isinstance(cell, str)]
-        if wrong:
-            yield _wrong(value, row, wrong[0])
         elif len(row) == 1:
-            yield Entry(row[0], None)
+            yield LineValue(row[0], None)
         else:
             tensor, shared, own, *lines = row
             shared, own = _whole(shared), _whole(own)
             steps = (tensor, shared or begin(own), own or end(shared))
-            yield from (Entry(line or f"{OUTPUT}{tensor}", (steps,)) for line in lines)
+            yield from (LineValue(line or f"{OUTPUT}{tensor}", (steps,)) for line in lines)
 
 
 def _exchange_pairs(rows: Any) -> Pairs:
@@ -220,37 +217,33 @@ def _write_exchanges(groups: Sequence[tuple[list[str], Value]]) -> list[list[Any
     return [[line, *itertools.chain(*(value or ()))] for lines, value in groups for line in lines]
 
 
-def _read_exchanges(value: Any) -> Iterator[Entry | Wrong]:
-    for row in _rows("operators, tensor, numbers ..", value, 3):
+def _read_exchanges(value: Any) -> Iterator[LineValue | Wrong]:
+    def wrong(row: list[Any]) -> list[Any]:
+        return [cell for cell in row[1:] if type(cell) not in (int, str)] + _no_texts(row[:2])
+
+    for row in _rows("operators, tensor, numbers ..", value, 3, wrong):
         if isinstance(row, Wrong):
             yield row
-            continue
-        line, *cells = row
-        wrong = [cell for cell in cells if type(cell) not in (int, str)]
-        wrong += [cell for cell in (line, *cells[:1]) if not isinstance(cell, str)]
-        if wrong:
-            yield _wrong(value, row, wrong[0])
-            continue
-        starts = [index for index, cell in enumerate(cells) if isinstance(cell, str)]
-        yield Entry(line, tuple(tuple(cells[a:b]) for a, b in itertools.pairwise([*starts, len(cells)])) or None)
+        else:
+            line, *cells = row
+            ends = [*(index for index, cell in enumerate(cells) if isinstance(cell, str)), len(cells)]
+            yield LineValue(line, tuple(tuple(cells[a:b]) for a, b in itertools.pairwise(ends)) or None)
 
 
 def _write_repeated(groups: Sequence[tuple[list[str], Value]]) -> list[list[Any]]:
     return [[seconds, *lines] for lines, seconds in groups]
 
 
-def _read_repeated(value: Any) -> Iterator[Entry | Wrong]:
-    for row in _rows("seconds, operators ..", value, 2):
+def _read_repeated(value: Any) -> Iterator[LineValue | Wrong]:
+    def wrong(row: list[Any]) -> list[Any]:
+        return [cell for cell in row[:1] if cell is not None and type(cell) not in _NUMBER] + _no_texts(row[1:])
+
+    for row in _rows("seconds, operators ..", value, 2, wrong):
         if isinstance(row, Wrong):
             yield row
-            continue
-        seconds, *lines = row
-        wrong = [seconds] if seconds is not None and type(seconds) not in _NUMBER else []
-        wrong += [line for line in lines if not isinstance(line, str)]
-        if wrong:
-            yield _wrong(value, row, wrong[0])
         else:
-            yield from (Entry(line, seconds) for line in lines)
+            seconds, *lines = row
+            yield from (LineValue(line, seconds) for line in lines)
 
 
 STRATEGIES = "strategies"
@@ -266,9 +259,9 @@ _TEXTS: dict[str, Any] = {
     "is_object": True,
 }
 TABLES = (
-    Table(STRATEGIES, OPERATORS, **_TEXTS),
-    Table(PARAMETER_TABLE, PARAMETERS, **_TEXTS),
-    Table(
+    TableFormat(STRATEGIES, OPERATORS, **_TEXTS),
+    TableFormat(PARAMETER_TABLE, PARAMETERS, **_TEXTS),
+    TableFormat(
         "redistributions",
         OPERATORS,
         _redistribution_pairs,
@@ -278,7 +271,7 @@ TABLES = (
         adds=True,
         is_object=False,
     ),
-    Table(
+    TableFormat(
         EXCHANGES,
         OPERATORS,
         _exchange_pairs,
@@ -288,7 +281,7 @@ TABLES = (
         adds=True,
         is_object=False,
     ),
-    Table(
+    TableFormat(
         "repeated",
         OPERATORS,
         lambda value: [(one["operator"], one["seconds"]) for one in value],

@@ -23,7 +23,7 @@ from autopar.plan.file_format.figures import take_figures
 from autopar.plan.file_format.names import OPERATORS, Known
 from autopar.plan.file_format.operators import folded_operators, keys_of
 from autopar.plan.file_format.order import in_order, layers_as
-from autopar.plan.file_format.shared_layers import Sharded, fold_shardings, paths_of
+from autopar.plan.file_format.shared_layers import ShardedStage, fold_shardings, paths_of
 from autopar.plan.file_format.short_values import devices_in_rows, short_description
 from autopar.plan.file_format.tables import EXCHANGES, ROWS, TABLES, compact
 from autopar.plan.file_format.transfers import short_transfers
@@ -102,9 +102,9 @@ def _write_shardings(
         sharding[EXCHANGES] = collectives.rows(sharding[EXCHANGES])
     collectives.joined([sharding[EXCHANGES] for sharding in rows])
     groups = collectives.groups([sharding[EXCHANGES] for sharding in rows])
-    folded: list[Sharded] = []
+    folded: list[ShardedStage] = []
     for number, sharding in zip(held, shardings, strict=True):
-        mine = Sharded(operators[number], {})
+        mine = ShardedStage(operators[number], {})
         for table in TABLES:
             if table.name not in sharding:
                 continue
@@ -120,7 +120,7 @@ def _write_shardings(
     return definitions, groups
 
 
-def _sharding(sharding: dict[str, Any], mine: Sharded, definitions: dict[str, Any]) -> dict[str, Any]:
+def _sharding(sharding: dict[str, Any], mine: ShardedStage, definitions: dict[str, Any]) -> dict[str, Any]:
     found = {"mesh": sharding["mesh"]}
     if mine.layers:
         found["layers"] = short_layers(mine, definitions)
@@ -133,7 +133,7 @@ def _sharding(sharding: dict[str, Any], mine: Sharded, definitions: dict[str, An
     return {**found, **rest}
 
 
-def short_layers(mine: Sharded, definitions: dict[str, Any]) -> Any:
+def short_layers(mine: ShardedStage, definitions: dict[str, Any]) -> Any:
     """ "A" if all layers are as A."""
     names = list(dict.fromkeys(mine.layers.values()))
     whole = dict.fromkeys(layers_as(names[0], mine.operators, definitions), names[0])

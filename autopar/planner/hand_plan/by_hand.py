@@ -16,8 +16,8 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import step_work
 from autopar.errors import InputError, PlanError
+from autopar.errors.names import few
 from autopar.hints.module_paths import nearest
-from autopar.names import few
 from autopar.options import PlanOptions
 from autopar.plan.degrees import Degrees
 from autopar.plan.fingerprint import fingerprint

@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
+from autopar.errors.names import similar
 from autopar.hints.module_paths import ancestors
-from autopar.names import similar
 from autopar.plan.display import inside_explained, shown
 from autopar.plan.plan import Plan
 from autopar.planner.explainers import explainer_of

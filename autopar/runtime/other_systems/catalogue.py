@@ -14,7 +14,7 @@ from torch import nn
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import Progress
 from autopar.errors import InputError
-from autopar.names import similar
+from autopar.errors.names import similar
 from autopar.runtime.comparing.contestants import whole_step
 from autopar.runtime.other_systems.blocks import (
     balanced,

@@ -8,7 +8,7 @@ a machine that was slower as a whole made the ceiling slower, too.
              multiple 1.11 1.12 1.11 1.13 1.12            1.29 1.30 1.28 1.31 1.30      slower: 1.16x
 
 A difference is claimed where the bootstrap interval of the ratio of both medians lies beyond the tolerance, at 95 % for
-all systems together (Bonferroni). The tolerance stands for what two runs of the same code differ by although each of
+all systems together (Bonferroni). The tolerance covers what two runs of the same code differ by although each of
 them is steady: other memory addresses, another temperature.
 """
 
@@ -123,7 +123,7 @@ def _change(what: str, system: str, before: _Group, after: _Group, level: float,
 
 
 def _in_its_rounds(group: _Group, system: str) -> bool:
-    """Whether each of the system's times has one of the ceiling beside it: a plan with two names runs twice a round."""
+    """Whether each of the system's times has one of the ceiling in the same round. A plan with two names runs twice."""
     return group.ceiling is not None and len(group.ceiling) == len(group.seconds[system])
 
 

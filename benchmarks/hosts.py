@@ -86,7 +86,7 @@ class Hosts:
             _run("tc", "-n", self._bridge, "qdisc", "replace", "dev", f"v{i}", "root", *_tbf(megabits))
 
     def unplug(self, host: int) -> None:
-        """Nothing reaches this host any more, and nothing that it sends arrives; it is not told."""
+        """Nothing reaches this host any more, and nothing that it sends arrives; it gets no notice."""
         self._in_bridge("link", "set", f"v{host}", "down")
 
     def torchrun(

@@ -151,7 +151,7 @@ class OverheadRank(SystemRank):
 
 
 def step_times(scale: Scale, layers: int, ranks: Processes, kept: Kept) -> dict[tuple[str, int], tuple[float, ...]]:
-    """Seconds of every round, by system and n_microbatches, all of which are multiples of `STAGES`."""
+    """Seconds of every round, by system and n_microbatches, which are multiples of `STAGES`."""
     model, x, y = example(layers)
     steps: dict[tuple[str, int], Step] = {}
     # A request to the processes takes as long as a few micro-batches of their steps.

@@ -360,5 +360,5 @@ def _sweep_table(sweep: Sweep) -> Table:
             )
             for point in sorted(sweep.points, key=lambda point: point.measured)
         ),
-        "Medians of the same rounds as the first table. The lowest of so many medians is low partly by luck.",
+        "Medians of the same rounds as the first table. The lowest of many medians is low partly by luck.",
     )

@@ -23,7 +23,7 @@ _GREY = "#808080"  # reads on white and on black
 
 
 def timeline(name: str, chunks: int) -> Timeline:
-    """A step in which a device's forward of a micro-batch takes 1, and its backward 2, of which weights have half."""
+    """A step in which a device's forward of a micro-batch takes 1, and its backward 2, half of it for weights."""
     each, m = 1 / chunks, MICROBATCHES
     weight = (each,) * m if name == "zb-h1" else ()
     times = [StageTimes((each,) * m, (2 * each,) * m, weight) for _ in range(DEVICES * chunks)]

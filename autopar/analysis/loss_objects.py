@@ -30,7 +30,7 @@ _ATOMS = (  # values that refer to nothing that a call could change by assignmen
 )
 _DEPTH = 5  # of objects inside objects that are looked into
 _MOST = 10_000  # objects that are looked at: a loss may refer to a whole trainer, and that to its data
-_OF_OTHERS = ("autopar", "torch", "threading", "logging", "multiprocessing", "concurrent", "asyncio")  # packages whose
+OF_OTHERS = ("autopar", "torch", "threading", "logging", "multiprocessing", "concurrent", "asyncio")  # packages whose
 # objects are left alone: no loss assigns to them, and other threads may, while the loss is studied
 _ABSENT = object()
 
@@ -46,7 +46,7 @@ def refers_to_objects(loss_fn: Any) -> bool:
         if isinstance(value, functools.partial):
             return any(map(reads, (value.func, *value.args, *value.keywords.values())))
         if isinstance(value, types.FunctionType):
-            return not is_of_package(value.__module__, "torch") and any(map(reads, _read_by(value)))
+            return not is_of_package(value.__module__, "torch") and any(reads(inner) for _, inner in read_by(value))
         return not isinstance(value, _STATELESS)
 
     return reads(loss_fn)
@@ -82,23 +82,24 @@ def code_names(code: types.CodeType) -> list[str]:
     return list(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(map(code_names, inner))]))
 
 
-def _read_by(function: types.FunctionType) -> Iterator[Any]:
-    """The values in a function's closure and defaults, and those of the globals that its code names."""
-    for cell in function.__closure__ or ():
+def read_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The values in a function's closure and defaults, and those of the globals that its code names, by name; a default
+    of a positional argument has the name "".
+    """
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         if cell != types.CellType():
-            yield cell.cell_contents
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    yield from function.__dict__.values()
-    names = [name for name in code_names(function.__code__) if name in function.__globals__]
-    modules = []
-    for name in names:
+            yield name, cell.cell_contents
+    yield from (("", default) for default in function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from function.__dict__.items()
+    names = code_names(code)
+    for name in (name for name in names if name in function.__globals__):
         value = function.__globals__[name]
-        yield value
-        if isinstance(value, types.ModuleType) and not is_of_package(value.__name__, *_OF_OTHERS):
-            modules.append(value)
-    for module in modules:  # helper.scaled(loss): what the code names of a user's module
-        yield from (vars(module)[name] for name in code_names(function.__code__) if name in vars(module))
+        yield name, value
+        if isinstance(value, types.ModuleType) and not is_of_package(value.__name__, *OF_OTHERS):
+            # helper.scaled(loss): what the code names of a user's module
+            yield from ((f"{name}.{inner}", vars(value)[inner]) for inner in names if inner in vars(value))
 
 
 class _Snapshot:
@@ -122,12 +123,12 @@ class _Snapshot:
 
     def _inside(self, value: Any) -> Iterator[Any]:
         if isinstance(value, types.FunctionType):
-            if is_of_package(value.__module__, *_OF_OTHERS):
+            if is_of_package(value.__module__, *OF_OTHERS):
                 return
             self._undo += [_cell(cell) for cell in value.__closure__ or ()]
             self._undo.append(_entries(value.__globals__, code_names(value.__code__)))
             self._undo.append(_entries(value.__dict__))
-            yield from _read_by(value)
+            yield from (inner for _, inner in read_by(value))
         elif isinstance(value, functools.partial):
             yield from (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, types.MethodType):
@@ -146,7 +147,7 @@ class _Snapshot:
     def _attributes(self, value: Any) -> Iterator[Any]:
         """Those of an object."""
         kind = type(value)
-        if is_of_package(kind.__module__, *_OF_OTHERS) and not isinstance(value, (nn.Module, torch.amp.GradScaler)):
+        if is_of_package(kind.__module__, *OF_OTHERS) and not isinstance(value, (nn.Module, torch.amp.GradScaler)):
             return
         try:
             own: Any = object.__getattribute__(value, "__dict__")

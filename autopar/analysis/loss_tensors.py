@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.analysis.loss_objects import code_names, is_atom, is_of_package
+from autopar.analysis.loss_objects import OF_OTHERS, is_atom, is_of_package, read_by
 
 _DEPTH = 12  # of objects inside objects that are looked into: modules nest
 _MOST = 20_000  # objects that are looked at: a loss may refer to a whole trainer, and that to its data
-_OF_OTHERS = ("autopar", "torch", "threading", "logging", "multiprocessing", "concurrent", "asyncio")
 
 
 def trained_tensors(loss_fn: Any, leave_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
@@ -47,8 +46,8 @@ def trained_tensors(loss_fn: Any, leave_out: Callable[[torch.Tensor], bool]) -> 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What a value refers to, by name; "" for what goes by the value's own name."""
     if isinstance(value, types.FunctionType):
-        if not is_of_package(value.__module__, *_OF_OTHERS):
-            yield from _read_by(value)
+        if not is_of_package(value.__module__, *OF_OTHERS):
+            yield from read_by(value)
     elif isinstance(value, functools.partial):
         yield "", value.func
         yield from ((str(place), one) for place, one in enumerate(value.args))
@@ -62,26 +61,9 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(key), one) for key, one in value.items())
     elif isinstance(value, nn.Module):
         yield from _inside_module(value)
-    elif not is_of_package(type(value).__module__, *_OF_OTHERS):
+    elif not is_of_package(type(value).__module__, *OF_OTHERS):
         yield from _attributes(value)
         yield from _methods(value, "__call__")
-
-
-def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():
-            yield name, cell.cell_contents
-    yield from (("", one) for one in function.__defaults__ or ())
-    yield from (function.__kwdefaults__ or {}).items()
-    yield from function.__dict__.items()
-    names = code_names(code)
-    for name in names:
-        if name in function.__globals__:
-            value = function.__globals__[name]
-            yield name, value
-            if isinstance(value, types.ModuleType) and not is_of_package(value.__name__, *_OF_OTHERS):
-                yield from ((f"{name}.{one}", vars(value)[one]) for one in names if one in vars(value))
 
 
 def _inside_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -90,7 +72,7 @@ def _inside_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
     tables = ("_parameters", "_buffers", "_modules")
     for table in tables:
         yield from vars(module).get(table, {}).items()
-    if not is_of_package(type(module).__module__, *_OF_OTHERS):
+    if not is_of_package(type(module).__module__, *OF_OTHERS):
         yield from ((name, one) for name, one in vars(module).items() if name not in tables)
         yield from _methods(module, "forward")
 

@@ -1,7 +1,7 @@
 """The value of every node when a captured graph runs on a few samples. The model is unchanged.
 
 Buffers are copied, dropout is off, and batch norm uses its running statistics. `observe` keeps all values. `look` keeps
-their sizes, and only the values that are asked for, so that it takes the memory of a forward pass without gradients.
+their sizes, and only the values that are requested, so that it takes the memory of a forward pass without gradients.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Look:
 
     values: dict[fx.Node, Any]  # of every node; tensors on the meta device, with their sizes, strides and dtypes
     storages: dict[str, frozenset[int]]  # node name -> numbers of the storages that its tensors live in
-    kept: dict[fx.Node, Any]  # the values themselves of the nodes that were asked for
+    kept: dict[fx.Node, Any]  # the values themselves of the requested nodes
 
 
 def look(

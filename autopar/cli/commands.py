@@ -328,7 +328,7 @@ def convert(
     plan: Annotated[Path, typer.Argument(help="A saved plan.", metavar="PLAN.json")],
     to: Annotated[str, typer.Option(metavar="TOOL", help=f"One of {', '.join(TOOLS)}.")],
     save: Annotated[
-        Path | None, typer.Option(help="Write it to this file, and a schedule that it needs beside it.")
+        Path | None, typer.Option(help="Write it to this file, and the schedule that it needs to the same folder.")
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -344,7 +344,7 @@ def convert(
     for one in result.not_expressed:
         typer.echo(f"not expressed: {one.name}: {one.why}", err=True)
     if result.companions and save is None:
-        typer.echo(f"it needs {', '.join(result.companions)}, which --save writes beside it", err=True)
+        typer.echo(f"it needs {', '.join(result.companions)}, which --save writes to the same folder", err=True)
 
 
 @app.command()

@@ -158,7 +158,7 @@ class PlanByHand:
 
 
 def _stages_in(split: Mapping[str, int]) -> int:
-    """Number of stages of a split. Raises PlanError for what is none."""
+    """Number of stages of a split. Raises PlanError for a value that is no split."""
     if not isinstance(split, Mapping):
         raise PlanError(f"split must be a mapping from module paths to stages, as in {{'encoder': 0}}, got {split!r}")
     if not split:

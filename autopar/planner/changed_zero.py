@@ -59,7 +59,7 @@ def at_zero_at_hand(plan: Plan, zero: int, example: Example, devices: Sequence[D
 def unpriced_at_hand(
     model: nn.Module, captured: Callable[[nn.Module], Example], devices: Sequence[Device], options: PlanOptions
 ) -> Pricer:
-    """For plans of a model on devices at hand of which nothing is predicted, before a change or after it.
+    """For plans without predictions, of a model on devices at hand, before a change or after it.
 
     `captured`: captures the call again. The plan does not keep the model: ranks need the memory of its values.
     """

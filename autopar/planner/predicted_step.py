@@ -104,10 +104,9 @@ class PredictedStep:
         share hardware.
         """
         copies = math.gcd(self.n_microbatches, *self.replicas)
-        lengths = [
-            (s.forward, s.backward, s.weight, s.again, s.memory.activation if s.memory else ()) for s in self.stages
-        ]
-        alike = all(len(set(each)) <= 1 for of_stage in lengths for each in of_stage)
+        times = [of for s in self.stages for of in (s.forward, s.backward, s.weight, s.again)]
+        sizes = [s.memory.activation for s in self.stages if s.memory is not None]
+        alike = all(len(set(of_microbatches)) <= 1 for of_microbatches in (*times, *sizes))
         if copies == 1 or self.hardware or self.one_worker or not alike:
             return self
         m = self.n_microbatches // copies

@@ -60,7 +60,7 @@ def shards_at_hand(
 ) -> AtHand:
     """The meshes of up to `max_shards` devices (None: no mesh) that stages may have, and costs that price them.
 
-    Without being asked for, devices at hand form no meshes: one thread launches the kernels of all devices of a mesh,
+    By default, devices at hand form no meshes: one thread launches the kernels of all devices of a mesh,
     workers of one CPU share its cores, and the choice of strategies makes planning take longer. `ranks`: the processes
     of the devices, if each has one.
     """

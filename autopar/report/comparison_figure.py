@@ -1,4 +1,4 @@
-"""A comparison as a figure: a line for each row, its median with its interval, and what was predicted beside it.
+"""A comparison as a figure: a line for each row, its median with its interval, and its prediction.
 
 one device  |                              o-|-x
 auto        |         x-|-o        :                   o predicted   -|- measured, with interval

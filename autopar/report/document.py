@@ -254,7 +254,7 @@ class Report:
         return replace(self, sections=tuple(sections[title] for title in titles))
 
     def save(self, path: str | Path) -> Path:
-        """Write one HTML file that needs no network and nothing beside it; returns its path. Raises OSError."""
+        """Write one self-contained HTML file; returns its path. Raises OSError."""
         from autopar.report.html.page import page
 
         path = Path(path)

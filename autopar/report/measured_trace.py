@@ -1,6 +1,6 @@
 """A measured step as a Chrome trace, and the predicted and measured steps of a report in one.
 
-pid   rank: devices by the stages that they have, or as in the plan where the predicted step is beside it
+pid   rank: devices by the stages that they have, or as in the plan where the trace has the predicted step, too
 X     a part of an action between waits, and a wait
 s, f  a value or gradient, from when it was sent to when its receiver went on
 C     bytes of tensors on a GPU as its actions end

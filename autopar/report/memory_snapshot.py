@@ -227,7 +227,7 @@ class _Device:
         self._events.append({**event, "frames": self._frames[offset]})
 
     def trace(self) -> list[dict[str, Any]]:
-        """All events by time, the first of which allocates the segment."""
+        """All events by time; the first one allocates the segment."""
         first = {"action": "segment_alloc", "addr": self._base, "size": self._highest, "stream": 0, "time_us": 0}
         return [{**first, "frames": []}, *self._events]
 

@@ -1,4 +1,4 @@
-"""The two systems of vTrain's table, from what its authors published beside it (Bang et al., vTrain, 2024,
+"""The two systems of vTrain's table, from what its authors published with it (Bang et al., vTrain, 2024,
 github.com/VIA-Research/vTrain at f8dda84).
 
 Rows of several nodes are measured iterations. Those of one node are not, down to the last digit:

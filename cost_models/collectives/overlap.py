@@ -8,7 +8,7 @@ compete for multiprocessors, caches and memory, so that the kernels take longer:
     overlapped   |== kernels, slower ==|                 as long as the longer of kernels with their slowdown
                  |-- collectives --|                     and of all collectives, which share one network
 
-Every constant has its source beside it. None is fitted to a published training run.
+Every constant has its source in a comment. None is fitted to a published training run.
 """
 
 from __future__ import annotations

@@ -53,10 +53,10 @@ def _waited_of_threads() -> dict[str, float]:
     return {task.name: _fields(f"{task}/schedstat")[1] * 1e-9 for task in Path(_TASKS).iterdir()}
 
 
-def _fields(path: str = _SCHEDSTAT) -> tuple[int, int]:
-    """Nanoseconds that a thread (by default this one) ran, and that it waited for a core; zeros if not reported."""
+def _fields(path: str | None = None) -> tuple[int, int]:
+    """Nanoseconds that a thread (None: this one) ran, and that it waited for a core; zeros if not reported."""
     try:
-        with open(path) as file:
+        with open(path or _SCHEDSTAT) as file:
             ran, waited, *_ = file.read().split()
             return int(ran), int(waited)
     except (OSError, ValueError):

@@ -3,7 +3,7 @@
     forward     marks of the clock before and after every node
     backward    a mark before every autograd node, which belongs to the node whose output it is reached from, walking
                 from there to the outputs of the node's inputs; those that add a parameter's gradient to that of earlier
-                passes are told apart
+                passes are timed apart
 
 The clock is that of the device (`device_clock.py`). Time in which the thread waited for a core does not count.
 """

@@ -160,7 +160,7 @@ def apart() -> Plan:
         ),
         (
             put(*STRATEGIES, {"R S0 -> S1": "mlp.*: linear", "R S1 -> P": "mlp.up: linear"}),
-            "strategies.A: 'mlp.up/linear#0' stands there with two values; it has one",
+            "strategies.A: 'mlp.up/linear#0' has two values; give one",
         ),
         (
             put(*STRATEGIES, "those of B"),

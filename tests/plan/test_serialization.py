@@ -16,6 +16,7 @@ import pytest
 import torch
 from examples import examples
 from hypothesis import given, settings
+from layered_plans import put
 from models import assert_same_gradients, gpt2, gradients, mlp, tokens
 from plans import hand_plans, plans, searched_plans
 from torch import nn
@@ -112,18 +113,6 @@ def full() -> Data:
             device_kinds=("AMD EPYC, 1 thread",) * 4,
         ).to_json()
     )
-
-
-def put(*place: Any) -> Callable[[Data], None]:
-    """Sets data[place[0]][place[1]]... to the last argument."""
-    *steps, last, value = place
-
-    def corrupt(data: Any) -> None:
-        for step in steps:
-            data = data[step]
-        data[last] = value
-
-    return corrupt
 
 
 def drop(*place: Any) -> Callable[[Data], None]:

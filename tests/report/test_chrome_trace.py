@@ -20,6 +20,7 @@ from autopar.planner.predicted_step import step_of_plan
 from autopar.report.plan_report.build import plan_report
 from autopar.report.plan_report.subject import Subject
 from autopar.runtime.step_profile import MeasuredAction, MeasuredSend, StageStep, StepProfile
+from autopar.schedule.timeline import Timeline
 from autopar.sharding.stage_sharding import Exchange, StageSharding
 
 
@@ -220,34 +221,31 @@ def test_collectives_are_exposed_as_the_plan_says(
     assert names == {"ncclKernel: all-reduce along tensor", "ncclKernel: all-gather along tensor"}
 
 
-def test_counters_show_the_bytes_of_every_owner(tmp_path: Path) -> None:
-    """Their sum is what the timeline holds."""
+def counters_and_timeline(path: Path, **known: float) -> tuple[list[list[tuple[float, dict[str, int]]]], Timeline]:
+    """The counters of bytes of both slots in the trace of a plan whose stages have `known`, and its timeline."""
     plan = priced_plan(m=4)
-    known = {"gradient_bytes": 500, "optimizer_bytes": 2000, "transient_bytes": 7}
     plan = replace(plan, stages=tuple(replace(stage, **known) for stage in plan.stages))  # type: ignore[arg-type]
     step = step_of_plan(plan)
     assert step is not None
-    timeline = step.timeline()
-    events = traced(plan, tmp_path / "t.json")["traceEvents"]
-    for slot in range(2):
-        found = [(e["ts"], e["args"]) for e in events if e["ph"] == "C" and e["pid"] == 2 * slot]
-        assert max(sum(args.values()) for _, args in found) == (timeline.peak_memory or ())[slot]
+    counters = [e for e in traced(plan, path)["traceEvents"] if e["ph"] == "C"]
+    return [[(e["ts"], e["args"]) for e in counters if e["pid"] == 2 * slot] for slot in range(2)], step.timeline()
+
+
+def test_counters_show_the_bytes_of_every_owner(tmp_path: Path) -> None:
+    """Their sum is what the timeline holds."""
+    known = {"gradient_bytes": 500, "optimizer_bytes": 2000, "transient_bytes": 7}
+    counters, timeline = counters_and_timeline(tmp_path / "t.json", **known)
+    for found, peak in zip(counters, timeline.peak_memory or (), strict=True):
+        assert max(sum(args.values()) for _, args in found) == peak
         assert {(args["gradients"], args["optimizer"]) for _, args in found} == {(500, 2000)}
         assert {args["workspace"] for _, args in found} == {0, 7}
 
 
 def test_counters_show_what_the_optimizers_step_needs(tmp_path: Path) -> None:
     """At every time, owners add up to what the timeline holds, which is most while the optimizer steps."""
-    plan = priced_plan(m=4)
     known = {"gradient_bytes": 500, "optimizer_bytes": 2000, "transient_bytes": 7, "step_bytes": 90_000}
-    times = {"sync_time": 0.001, "optimizer_time": 0.002}
-    plan = replace(plan, stages=tuple(replace(stage, **known, **times) for stage in plan.stages))  # type: ignore[arg-type]
-    step = step_of_plan(plan)
-    assert step is not None
-    timeline = step.timeline()
-    events = traced(plan, tmp_path / "t.json")["traceEvents"]
-    for slot in range(2):
-        found = [(e["ts"], e["args"]) for e in events if e["ph"] == "C" and e["pid"] == 2 * slot]
+    counters, timeline = counters_and_timeline(tmp_path / "t.json", **known, sync_time=0.001, optimizer_time=0.002)
+    for slot, found in enumerate(counters):
         wanted = timeline.memory(slot)
         assert [ts for ts, _ in found] == pytest.approx([1e6 * time for time, _ in wanted])
         assert [sum(args.values()) for _, args in found] == [nbytes for _, nbytes in wanted]

@@ -34,7 +34,7 @@ class ToolConfiguration:
     companions: Mapping[str, str] = field(default_factory=dict)  # file name -> text, named in `settings`
 
     def save(self, path: str | Path) -> None:
-        """Write the text to a file, and the companions beside it. Raises OSError."""
+        """Write the text to a file, and the companions to the same folder. Raises OSError."""
         path = Path(path)
         for name, text in self.companions.items():
             write_whole(path.with_name(name), text)

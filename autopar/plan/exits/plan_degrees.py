@@ -82,7 +82,7 @@ def beyond_degrees(plan: Plan, degrees: Degrees) -> Iterator[NotExpressed]:
         other = {name: value for name, value in vars(plan.assumed).items() if value != vars(default)[name]}
         other.pop("precision", None)  # each tool writes it
         for name, value in other.items():
-            yield NotExpressed(name, f"the plan was priced with {name}={value}: set the tool up likewise")
+            yield NotExpressed(name, f"the plan was priced with {name}={value}: set the same in the tool")
 
 
 def _no_degrees(plan: Plan) -> Iterator[str]:

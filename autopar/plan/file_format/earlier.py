@@ -72,7 +72,7 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def with_numbers(value: Any, table: Any, where: str, problems: list[str]) -> Any:
-    """Rows with the numbers that they have by their places in the table; what is none goes into `problems`."""
+    """Rows with numbers in the place of their places in the table; a value that is no place goes into `problems`."""
     if not isinstance(value, list):
         return value
     found = []

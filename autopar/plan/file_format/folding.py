@@ -27,7 +27,7 @@ _LAYER = re.compile(r"@([+-]\d+)?(?=[./]|$)")
 _FEWEST = 3  # rows of a layer that are folded: a definition of fewer is hardly shorter than they are
 _EXCEPTIONS = 3  # a layer may differ from a definition in one row of this many
 _FEW = 2
-_MOST_COMPARED = 8  # definitions, of which a layer may have a part
+_MOST_COMPARED = 8  # definitions that a layer is compared with
 _NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 

@@ -125,7 +125,7 @@ class Named(NamedTuple):
 
 
 def named(line: str, known: Known) -> Named:
-    """A name without a number stands for every operator of that name."""
+    """A name without a number means every operator of that name."""
     if line in known.keys or line.startswith(OUTPUT):
         return Named([line], [])
     match = LINE.fullmatch(line)

@@ -284,7 +284,7 @@ def _read_table(
 
 
 def _twice(place: str, key: str) -> str:
-    return f"{place}: '{key}' stands there with two values; it has one"
+    return f"{place}: '{key}' has two values; give one"
 
 
 def _all_names(operators: Sequence[str]) -> list[str]:

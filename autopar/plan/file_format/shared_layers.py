@@ -26,7 +26,7 @@ from autopar.plan.file_format.names import OPERATORS, Known, joined
 from autopar.plan.file_format.tables import TABLES, LineValue, compact
 
 OF = "those of "  # another definition of the table
-_MOST_COMPARED = 16  # kinds of layers, of which definitions are chosen
+_MOST_COMPARED = 16  # kinds of layers that may become definitions
 _Content = tuple[Any, ...]
 Tables = dict[str, Values]  # by the name of a table
 

@@ -7,12 +7,11 @@ redistributions   (tensor, shared steps, own steps) ..   [["norm/mul#0", "", "S0
 exchanges         (tensor, numbers of collectives) ..    [["mlp.up: linear", "norm/mul#0", 1, ".weight", 2, 3]]
 repeated          seconds                                [[1e-6, "mlp: mul#0", "norm: add"]]
 
-Lines are those of `names.py`. A tensor `.weight` is that of the operator's module. Of redistributions, "" stands for
-where the readers' own steps begin, or for where the shared ones end, and "S0 > R, back" has the gradient go back the
-same way, "P > S0". A reader puts rows in the order of the stage's operators;
-reader "" is what comes after the stage. An operator that has nothing although its
-layer's definition says so: "none", or a row without values. A table whose rows are in another order, or of operators
-that the stage does not have, is {"rows": [...]}, with all.
+Lines are those of `names.py`. A tensor `.weight` is that of the operator's module. In redistributions, "" means that
+the shared steps end where the readers' own steps begin, or the other way round; with "S0 > R, back" the gradient goes
+back the same way, "P > S0". A reader puts rows in the order of the stage's operators; reader "" is what comes after the
+stage. An operator that has nothing although its layer's definition says so: "none", or a row without values. A table
+whose rows are in another order, or of operators that the stage does not have, is {"rows": [...]}, with all.
 """
 
 from __future__ import annotations

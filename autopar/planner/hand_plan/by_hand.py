@@ -141,7 +141,7 @@ def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]
 
 
 def _shared_work(example: Example, options: PlanOptions) -> tuple[SharedWork, tuple[str, ...]]:
-    """What plans of the call share, and why the model does not have the precision asked for, if so."""
+    """What plans of the call share, and why the model does not have the requested precision, if so."""
     try:
         return SharedWork(example, options), ()
     except InputError as error:

@@ -63,7 +63,7 @@ class Tables:
     received: np.ndarray  # bytes forward
     received_gradient: np.ndarray  # bytes backward
     received_across: np.ndarray  # bytes forward as they count between nodes (`Value.scattered`)
-    gradient_across: np.ndarray  # bytes backward, likewise
+    gradient_across: np.ndarray  # bytes backward, of the same values
     sent: np.ndarray  # bytes forward, of values that another stage reads, each once
     resident: np.ndarray  # bytes
     gradients: np.ndarray  # bytes to reduce once a step

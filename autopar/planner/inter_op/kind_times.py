@@ -12,7 +12,8 @@ from autopar.planner.inter_op.problem import Captured, Launches, Overlapping
 from cost_models.collectives.overlap import Overlap
 
 
-def cores_of(times: Sequence[CoreSeconds[np.ndarray]]) -> CoreSeconds[np.ndarray]:
+def by_kind(times: Sequence[CoreSeconds[np.ndarray]]) -> CoreSeconds[np.ndarray]:
+    """What stages run again: cores of attention, or layers."""
     return CoreSeconds(*(np.maximum(of, 0.0) for of in zip(*times, strict=True)))
 
 

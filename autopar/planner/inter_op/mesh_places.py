@@ -39,7 +39,7 @@ def counts_exactly(nodes: Sequence[int], width: int, n_devices: int) -> bool:
     """Whether there are meshes of `width`, and as many as `n_devices` of the pool suffice for, so that a search may
     count devices without knowing their nodes.
 
-    Widths that all count exactly, each of which divides the next, can be placed together if they need no more devices
+    Widths that all count exactly, where each divides the next, can be placed together if they need no more devices
     than that: the widest first, and each of them takes as many places of a narrower one as it has devices.
     """
     return len(mesh_places(nodes, width)) >= max(1, n_devices // width)

@@ -43,7 +43,7 @@ class Scattering:
         return Sent(nbytes, math.prod(self._mesh.shape[axis] for axis in axes), self._m * seconds)
 
     def _names(self, axes: tuple[int, ...]) -> list[str]:
-        """The first device of the mesh and those that lie beside it along the axes."""
+        """The first device of the mesh and its next neighbours along the axes."""
         chosen = tuple(slice(None) if axis in axes else 0 for axis in range(len(self._mesh.shape)))
         return [str(name) for name in self._mesh.grid[chosen].ravel()]
 

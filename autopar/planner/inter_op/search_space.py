@@ -18,7 +18,7 @@ from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import cuts_worth_looking_at, most_cuts
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_pools import kind_of_pool, nodes_of, pools_of
-from autopar.planner.inter_op.kind_times import accumulation_of, captured_of, cores_of, launches_of, overlapping_of
+from autopar.planner.inter_op.kind_times import accumulation_of, by_kind, captured_of, launches_of, overlapping_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
 from autopar.planner.inter_op.mesh_places import counts_exactly
 from autopar.planner.inter_op.optimizer_seconds import stepped
@@ -269,13 +269,13 @@ class SearchSpace:
         rebuilt, saved = (sum(one.nbytes for one in of) for of in (self.atoms.cores.rebuilt, self.atoms.saved))
         if not self.costs.training or rebuilt <= _LEAST_REBUILT * saved:
             return None
-        return cores_of([t.cores for t in times])
+        return by_kind([t.cores for t in times])
 
     def _blocks(self, times: Sequence[AtomTimes]) -> CoreSeconds[np.ndarray] | None:
         """By kind; None where the model repeats no layers that may run again."""
         if not self.costs.training or not self.atoms.layers.atoms:
             return None
-        return cores_of([t.blocks for t in times])
+        return by_kind([t.blocks for t in times])
 
     def _times(self, kind: str, busy: int, rows: float) -> AtomTimes:
         key = (kind, 1 if self.ahead else busy, rows)

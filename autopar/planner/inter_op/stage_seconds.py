@@ -19,7 +19,7 @@ from autopar.planner.inter_op.stage_tables import Mode
 
 
 class StageSeconds:
-    """Seconds of a problem's stages, without sends; computed when they are first asked for."""
+    """Seconds of a problem's stages, without sends; computed when first read, and kept."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

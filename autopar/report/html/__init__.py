@@ -1,1 +1,1 @@
-"""Reports as HTML: `page.py` renders a `Report` with the templates beside it, one macro per kind of block."""
+"""Reports as HTML: `page.py` renders a `Report` with the templates in `templates/`, one macro per kind of block."""

@@ -150,7 +150,7 @@ def _like_predictions(plans: Mapping[str, Plan], devices: tuple[Device, ...]) ->
 
 
 def _when_busy(plans: Mapping[str, Plan], racers: Mapping[str, Plan], steps: Steps, doubt: str, *, auto: bool) -> Plan:
-    """The first plan, as predicted; where the user asked for several to be run, the fastest. Nothing is scaled."""
+    """The first plan, as predicted; with `tune=n`, the fastest one. Nothing is scaled."""
     busy = f"the machine was busy: {doubt}"
     if auto:
         first = next(iter(plans.values()))

@@ -51,7 +51,7 @@ def whole_state_dict(module: RankedModule, rank: int = 0) -> dict[str, Any]:
 
 
 def _is_object(name: str, value: Any) -> bool:
-    """Whether it travels as an object. An extra state may be a tensor, of which every rank has another one."""
+    """Whether it travels as an object. An extra state may be a tensor that differs by rank."""
     return not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == _EXTRA
 
 

@@ -105,7 +105,7 @@ class PipelineCall:
         return self.inputs[index] if index < n else self.target_pieces[index - n]
 
     def split_dim(self, index: int) -> int | None:
-        """The dimension in which flat input `index` was split, counted likewise."""
+        """The dimension in which flat input `index` was split; the flat targets come after the inputs."""
         n = len(self.inputs)
         return self.batch_dims[index] if index < n else self.target_dims[index - n]
 
@@ -146,9 +146,8 @@ class CallTensors:
         self.losses: list[torch.Tensor | None] = [None] * call.n_microbatches
         self.has_gradient = False  # whether the loss of a micro-batch had a gradient; the last stage writes it
         self.kept: dict[tuple[int, int], KeptForward] = {}  # (stage, micro-batch)
-        self.input_gradients: dict[
-            tuple[int, int, int], torch.Tensor
-        ] = {}  # (flat input or target, micro-batch, stage)
+        # By (flat input or target, micro-batch, stage).
+        self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         self.loss_leaves: LossLeaves | None = None  # of a call that must know what else its loss trains
         self._call = call
         self._device = device

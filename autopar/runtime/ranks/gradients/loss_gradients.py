@@ -76,8 +76,8 @@ def share_loss_gradients(
         if parameters.has(leaf):
             if id(leaf) not in parameters.parameters or executable.sums.is_shared(id(leaf)):
                 problems.append(
-                    f"a parameter of the model, of shape {tuple(leaf.shape)}, of which several ranks have a copy or a "
-                    "part, or which is no longer in use; have the model return what the loss needs of it"
+                    f"a parameter of the model, of shape {tuple(leaf.shape)}, that several ranks have a copy or a part "
+                    "of, or that is no longer in use; have the model return what the loss needs of it"
                 )
             elif gradient is not None:
                 of_model.append((leaf, gradient))

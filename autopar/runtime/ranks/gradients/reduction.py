@@ -224,7 +224,7 @@ class GradientSums:
         return arrived if before is None else before.add_(arrived)
 
     def _drop(self) -> None:
-        """Forget gradients that nobody has asked for: the call before ended with an error on all ranks."""
+        """Drop gradients that no rank has taken: the call before ended with an error on all ranks."""
         scattered = (pending for _, pending in self._scattered.values())
         for pending in [*self._started.values(), *self._counts.values(), *scattered]:
             process_groups.finished(pending)

@@ -128,7 +128,7 @@ class ModelTables:
 
     @property
     def kept(self) -> frozenset[str]:
-        """The names of all tensors of which this rank has a part."""
+        """The names of all tensors that this rank holds a part of."""
         return frozenset(entry.path for entry in self._entries if entry.after is not None)
 
     @property

@@ -116,11 +116,13 @@ def unknown_operators(stages: Sequence[Sequence[str]], program: Program) -> list
     unknown = {key: stage for key, stage in listed.items() if key not in keys}
     misspelt = []
     for key, stage in unknown.items():
+        if _name(key) in names or len(misspelt) == _MOST_MISSPELT:
+            continue  # first, as a search for similar names takes its time
         meant = similar(key, unlisted[key.rpartition("/")[0]], most=1, alike=_ALIKE)
-        if meant and _name(key) not in names:
+        if meant:
             misspelt.append(f"stage {stage} lists '{key}', which the model does not have; {meant}")
     if misspelt:
-        raise PlanError("\n  ".join(misspelt[:_MOST_MISSPELT]))
+        raise PlanError("\n  ".join(misspelt))
     return [f"the plan lists {few(list(unknown))}, which this call does not run"] if unknown else []
 
 

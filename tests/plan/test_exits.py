@@ -21,6 +21,7 @@ from autopar.plan.exits.configuration import ToolConfiguration
 from autopar.plan.exits.megatron import arguments_in, layout_counts, layout_text
 from autopar.plan.exits.plan_degrees import degrees_in
 from autopar.plan.exits.tools import TOOLS, configuration_for, degrees_for
+from autopar.plan.exits.torchtitan import settings_in
 from autopar.plan.stage import Stage
 from autopar.sharding.stage_sharding import Passage, StageSharding, Stored, TensorRedistribution
 from autopar.sharding.strategies import OperatorPlacements
@@ -503,3 +504,16 @@ def test_precisions_are_written() -> None:
     assert json.loads(plan.to_accelerate().text)["mixed_precision"] == "bf16"
     assert json.loads(plan.to_deepspeed().text)["bf16"] == {"enabled": True}
     assert "precision" in named(plan.to_torchtitan())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "# run with --module llama3\n[parallelism]\ntensor_parallel_degree = 2\n",
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.tensor_parallel_degree 2",
+    ],
+    ids=["a file with options in a comment", "an option that is TOML, too", "words"],
+)
+def test_a_file_of_torchtitan_and_its_command_line_are_distinguished(source: str) -> None:
+    assert settings_in(source) == {"parallelism.tensor_parallel_degree": "2"}

@@ -242,6 +242,10 @@ def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> No
                 "makes 5 stages, but the model has 4 layers: some stages would have none; give at most 4 stages",
             ],
         ),
+        (
+            {"zero": 1.0, "recompute": ["full"], "schedule": {}},
+            ["zero must be one of 0, 1, 2, 3, got 1.0", "selective-op, stage, got ['full']", "zb-h1, got {}"],
+        ),
         ({"zero": 1, "pipeline": 4, "tensor": 2}, ["zero=1 cuts what replicas hold, and data=1 has no replicas"]),
         ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor=1 has one; give tensor=2 or more"]),
         (
@@ -288,8 +292,16 @@ def test_mixed_stages_are_said_beside_other_contradictions() -> None:
 
 def test_batch_norm_needs_samples_enough_in_a_micro_batch() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    with pytest.raises(PlanError, match=r"batch norm needs 2 .*micro_batch=2 or more"):
+    with pytest.raises(PlanError, match=r"batch norm needs 2 .*give micro_batch=2"):
         Plan.by_hand(model, Cluster.preset("2xH100"), example_args=(torch.randn(4, 4),), pipeline=2, micro_batch=1)
+
+
+def test_the_samples_proposed_for_a_batch_norm_divide_the_batch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    call: dict[str, Any] = {"example_args": (torch.randn(9, 4),), "pipeline": 2}
+    with pytest.raises(PlanError, match=r"micro_batch=1 is 1 sample at a time, .*; give micro_batch=3$"):
+        Plan.by_hand(model, Cluster.preset("2xH100"), micro_batch=1, **call)
+    assert Plan.by_hand(model, Cluster.preset("2xH100"), micro_batch=3, **call).n_microbatches == 3
 
 
 def test_a_model_that_mixes_samples_is_not_split_over_replicas() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -209,9 +208,11 @@ def settings_in(source: str | Sequence[str] | Mapping[str, Any] | ToolConfigurat
     """Settings by name, with underscores, as text; several values of one are one text."""
     if isinstance(source, ToolConfiguration):
         source = source.text
-    if isinstance(source, str) and re.search(r"(^|\s)(--|activation-checkpoint:)", source) is None:
+    if isinstance(source, str):
         with contextlib.suppress(tomllib.TOMLDecodeError):  # a file of earlier versions
-            source = tomllib.loads(source)
+            sections = tomllib.loads(source)
+            if not any(name.startswith("--") for name in sections):  # `--a.b=1` alone is TOML, too
+                source = sections
     if isinstance(source, Mapping):
         return dict(_by_name(source))
     words = words_in(TITLE, source)

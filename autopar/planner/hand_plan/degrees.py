@@ -43,7 +43,7 @@ def read_degrees(
     default = _INTERLEAVED if chunks not in (0, 1) else "1f1b"
     chosen = {"schedule": default if schedule is None else schedule, "zero": zero, "recompute": recompute}
     for name, known in (("schedule", SCHEDULES), ("zero", ZERO), ("recompute", RECOMPUTE)):
-        if isinstance(chosen[name], bool) or chosen[name] not in known:
+        if type(chosen[name]) is not (int if name == "zero" else str) or chosen[name] not in known:
             problems.append(f"{name} must be one of {', '.join(map(str, known))}, got {chosen[name]!r}")
             chosen[name] = default if name == "schedule" else next(iter(known))
     if type(sequence_parallel) is not bool:
@@ -84,9 +84,12 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
             f"give data=1, micro_batch={wanted.batch}"
         )
     if samples < min(least, wanted.batch):
+        enough = range(-(-least // data), wanted.batch // data + 1)
+        right = next((n for n in enough if wanted.batch % (data * n) == 0), None)
+        at_once = "is 1 sample" if samples == 1 else f"are {samples} samples"
         yield (
-            f"data={data} x micro_batch={wanted.micro_batch} are {samples} samples at a time, but the model's batch "
-            f"norm needs {least} in a micro-batch; give micro_batch={-(-least // data)} or more"
+            f"data={data} x micro_batch={wanted.micro_batch} {at_once} at a time, but the model's batch norm needs "
+            f"{least} in a micro-batch; {'give another batch' if right is None else f'give micro_batch={right}'}"
         )
     if n_layers < wanted.n_stages:
         of = f"pipeline={pipeline} x chunks={chunks}" if chunks > 1 else f"pipeline={pipeline}"

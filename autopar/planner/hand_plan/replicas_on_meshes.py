@@ -88,9 +88,10 @@ def _not_shared_out(plan: Plan, n_microbatches: int, example: Example) -> Iterat
     for number, stage in enumerate(plan.stages):
         r = _replicas(stage)
         if r > 1 and batch % (n_microbatches * r):
+            right = "choose n_microbatches so that they are" if batch % r == 0 else f"{r} does not divide the batch"
             yield (
                 f"stage {number} has {r} replicas, and {batch} samples are no {n_microbatches} micro-batches of a "
-                f"multiple of {r} samples; choose n_microbatches so that they are"
+                f"multiple of {r} samples; {right}"
             )
 
 

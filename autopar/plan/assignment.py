@@ -114,7 +114,7 @@ def unknown_operators(stages: Sequence[Sequence[str]], program: Program) -> list
     for key in keys - listed.keys():
         unlisted[key.rpartition("/")[0]].append(key)
     unknown = {key: stage for key, stage in listed.items() if key not in keys}
-    misspelt = []
+    misspelt: list[str] = []
     for key, stage in unknown.items():
         if _name(key) in names or len(misspelt) == _MOST_MISSPELT:
             continue  # first, as a search for similar names takes its time

@@ -85,11 +85,11 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
         )
     if samples < min(least, wanted.batch):
         enough = range(-(-least // data), wanted.batch // data + 1)
-        right = next((n for n in enough if wanted.batch % (data * n) == 0), None)
+        proposed = next((n for n in enough if wanted.batch % (data * n) == 0), None)
         at_once = "is 1 sample" if samples == 1 else f"are {samples} samples"
         yield (
             f"data={data} x micro_batch={wanted.micro_batch} {at_once} at a time, but the model's batch norm needs "
-            f"{least} in a micro-batch; {'give another batch' if right is None else f'give micro_batch={right}'}"
+            f"{least} in a micro-batch; {'give another batch' if proposed is None else f'give micro_batch={proposed}'}"
         )
     if n_layers < wanted.n_stages:
         of = f"pipeline={pipeline} x chunks={chunks}" if chunks > 1 else f"pipeline={pipeline}"

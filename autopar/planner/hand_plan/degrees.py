@@ -74,10 +74,17 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
         right = f"with these, data={fits} would be right" if fits and not rest else "give degrees whose product it is"
         yield f"tensor={tensor} x pipeline={pipeline} x data={data} are {product} devices, not {n_devices}; {right}"
     samples = data * wanted.micro_batch
-    if wanted.batch % samples:
+    each, uneven = divmod(wanted.batch, data)
+    if uneven:
+        yield (
+            f"data={data} replicas share each batch, but the batch of {wanted.batch} samples is no multiple of {data}; "
+            f"give a divisor of {wanted.batch} as data, such as {largest_divisor(wanted.batch, data)}"
+        )
+    elif each % wanted.micro_batch:
         yield (
             f"data={data} x micro_batch={wanted.micro_batch} are {samples} samples at a time, but the batch of "
-            f"{wanted.batch} samples is no multiple of {samples}; {_samples_right(wanted)}"
+            f"{wanted.batch} samples is no multiple of {samples}; "
+            f"with data={data}, micro_batch={largest_divisor(each, wanted.micro_batch)} would be right"
         )
     elif splittable and wanted.batch != wanted.micro_batch:
         yield f"the batch cannot be split, neither over replicas nor into micro-batches: {splittable}; " + (
@@ -108,11 +115,3 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
             "sequence_parallel=True cuts activations over the devices that cut tensors, and tensor=1 has one; "
             "give tensor=2 or more, or sequence_parallel=False"
         )
-
-
-def _samples_right(wanted: Degrees) -> str:
-    """Degrees near those wanted that divide the batch."""
-    each, rest = divmod(wanted.batch, wanted.data)
-    if rest:
-        return f"give a divisor of {wanted.batch} as data, such as {largest_divisor(wanted.batch, wanted.data)}"
-    return f"with data={wanted.data}, micro_batch={largest_divisor(each, wanted.micro_batch)} would be right"

@@ -14,6 +14,7 @@ from typing import get_type_hints
 import pytest
 import torch
 import typer
+from report_plans import Page
 from torch import nn
 from typer.testing import CliRunner
 
@@ -23,6 +24,8 @@ from autopar import demo as demo_room
 from autopar.cli import app
 from autopar.options import HELP, CompareKeywords, PlanKeywords, PlanOptions
 from autopar.plan.stage import Stage
+from autopar.report.quantities import seconds_text
+from autopar.report.tables import milliseconds
 
 FACTORIES = """
 import torch
@@ -421,6 +424,21 @@ def test_the_demo_plans_reports_and_compares(tiny_demo: None, monkeypatch: pytes
     out, err = run("demo", "--model", "tiny", "--json", "--html", str(page))
     assert [row["name"] for row in json.loads(out)["rows"]] == ["one device", "auto", "max_replicas=1"]
     assert "tiny" in err
+
+
+def test_page_and_terminal_of_the_demo_show_one_value_for_the_measured_step(
+    tiny_demo: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo_room, "SYSTEMS", ())
+    page = tmp_path / "demo.html"
+    out, err = run("demo", "--model", "tiny", "--json", "--html", str(page))
+    single, auto, _ = json.loads(out)["rows"]
+    figures = Page(page.read_text()).figures
+    assert figures["step time"][0] == seconds_text(auto["measured"]), "the median of the rounds, not a single step"
+    assert figures["speed-up over one device"][0] == f"{auto['speed_up']:.2f}x", "in the same rounds"
+    assert seconds_text(single["measured"]) in figures["speed-up over one device"][1]
+    for value in (seconds_text(auto["measured"]), milliseconds(auto["measured"])):
+        assert value in err
 
 
 @pytest.mark.slow

@@ -22,7 +22,14 @@ import typer
 import autopar
 from autopar import Cluster, InputError, Plan
 from autopar.analysis.user_factory import load_call
-from autopar.cli.entries import check_names_differ, named_configuration, named_plan, named_split, plans_by_hand
+from autopar.cli.entries import (
+    check_names_differ,
+    named_configuration,
+    named_degrees,
+    named_plan,
+    named_split,
+    plans_by_hand,
+)
 from autopar.cli.errors import ErrorGroup
 from autopar.cli.report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
@@ -31,7 +38,7 @@ from autopar.options import AHEAD_ONLY, COMMAND_LINE_TYPES, HELP, CompareKeyword
 from autopar.plan.exits.tools import TOOLS, configuration_for
 from autopar.report.comparison_figure import check_figure
 from autopar.report.plan_report.subject import ReportOptions
-from autopar.runtime.other_systems.catalogue import SYSTEMS
+from autopar.runtime.other_systems.catalogue import SYSTEMS, check_systems
 
 app = typer.Typer(
     cls=ErrorGroup,
@@ -279,20 +286,23 @@ def compare(
         check_figure(figure)
     if html is not None:
         _check_writable(html, "--html ")
+    # All that the user wrote is read before plans are made, which takes its time.
+    systems = check_systems(system or ())
+    PlanOptions.of("compare", CompareKeywords, options)
     named = {"--plan": plan, "--by-hand": by_hand, "--split": split, "--configuration": configuration}
-    check_names_differ({option: entries or () for option, entries in named.items()}, system or ())
+    check_names_differ({option: entries or () for option, entries in named.items()}, systems)
+    splits, files = list(map(named_split, split or ())), list(map(named_configuration, configuration or ()))
+    degrees = list(map(named_degrees, by_hand or ()))
+    plans: dict[str, Plan | None] = {"auto": None, **dict(map(named_plan, plan or ()))}
     place, call = _devices(devices, cluster, nodes), load_call(factory)
     n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"
-    plans: dict[str, Plan | None] = {"auto": None, **dict(map(named_plan, plan or ()))}
     how = {name: options[name] for name in AHEAD_ONLY if options[name] is not None}
-    plans |= dict(plans_by_hand(by_hand or (), place, call, how))
-    for entry in split or ():
-        name, stages = named_split(entry)
+    plans |= dict(plans_by_hand(degrees, place, call, how))
+    for name, stages in splits:
         plans[name] = Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule)
-    for entry in configuration or ():
-        tool, file = named_configuration(entry)
+    for tool, file in files:
         plans[tool] = Plan.from_configuration(devices=place, tool=tool, source=file, **call)
-    result = autopar.compare(devices=place, plans=plans, repeats=repeats, systems=system or (), **options, **call)
+    result = autopar.compare(devices=place, plans=plans, repeats=repeats, systems=systems, **options, **call)
     typer.echo(result.to_json() if json else result)
     if figure is not None:
         result.figure(figure)

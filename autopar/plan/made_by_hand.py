@@ -18,6 +18,7 @@ from autopar.plan.stage import Stage
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
 
+BY_HAND = "by hand: "  # begins the note that has the degrees of a plan made by hand
 _MOST_NAMED = 4  # stages in a message
 
 

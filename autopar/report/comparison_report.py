@@ -8,7 +8,7 @@ from autopar.plan.diff import PlanDiff
 from autopar.plan.display import reported
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
 from autopar.report.cluster_comparison import ALIKE, described, gained
-from autopar.report.comparison import verdict_text
+from autopar.report.comparison import plan_lines, verdict_text
 from autopar.report.document import (
     Bar,
     Bars,
@@ -161,8 +161,7 @@ def comparison_report(comparison: Comparison, command: str | None = None) -> Rep
     ]
     blocks: list[Block] = [Figures(tuple(figures)), *rounds_blocks(comparison)]
     measured = [row for row in comparison.systems if row.steps]
-    plans = tuple(f"{row.name}: {verdict(row.plan)}" for row in comparison.plans)
-    sections = [Section("Comparison", tuple(blocks)), Section("Plans", (Points(plans),))]
+    sections = [Section("Comparison", tuple(blocks)), Section("Plans", (Points(tuple(plan_lines(comparison))),))]
     where = comparison.measured_on or ", ".join(comparison.devices)
     sections.append(_environment(f"Measured on {where}.", command))
     return Report(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import warnings
 from collections.abc import Callable
 from json import dumps
@@ -31,6 +30,7 @@ from autopar.cli.entries import (
     plans_by_hand,
 )
 from autopar.cli.errors import ErrorGroup
+from autopar.cli.files import check_page, check_writable, save_plan
 from autopar.cli.report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
@@ -143,7 +143,7 @@ def demo(
     """Plan and run a transformers model with random weights, compare the plan with one device, and write a report."""
     if model not in DEMOS:
         raise typer.BadParameter(f"{model!r} is not one of {', '.join(DEMOS)}", param_hint="--model")
-    _check_writable(html, "--html ")
+    check_page(html)
     shown = run_demo(model, devices, lambda text: typer.echo(text, err=json))
     if json:
         typer.echo(shown.comparison.to_json())
@@ -170,7 +170,7 @@ def profile(
 ) -> None:
     """Show seconds and bytes of every module and operator on every device type, and the links between the devices."""
     if html is not None:
-        _check_writable(html, "--html ")
+        check_page(html)
     place = _devices(devices, cluster, nodes)
     result = autopar.profile(devices=place, optimizer=optimizer, **options, **load_call(factory))
     typer.echo(result.to_json() if json else result)
@@ -208,9 +208,9 @@ def plan(
 ) -> None:
     """Find the fastest plan for a model, on the devices here or on a cluster that is elsewhere."""
     if save is not None:
-        _check_writable(save)  # before the search, which may take minutes
+        check_writable(save)  # before the search, which may take minutes
     if html is not None:
-        _check_writable(html, "--html ")
+        check_page(html)
     for_report = {"--samples-per-epoch": samples_per_epoch, "--price-per-device-hour": price_per_device_hour}
     for name, value in for_report.items():
         if value is not None and html is None:
@@ -219,7 +219,7 @@ def plan(
     place, given_plan = _devices(devices, cluster, nodes), None if given is None else Plan.load(given)
     best = autopar.plan(devices=place, plan=given_plan, **options, **load_call(factory))
     if save is not None:
-        _save(best, save)
+        save_plan(best, save)
     typer.echo(best.to_json() if json else best)
     if explain:
         typer.echo(f"\n{best.explain()}", err=json)  # stdout holds the JSON alone
@@ -282,13 +282,13 @@ def compare(
     """Compare the automatic plan ("auto") with saved plans, plans by hand and other systems: steps measured beside one
     device, or predicted for a cluster that is not here."""
     if figure is not None:
-        _check_writable(figure, "--figure ")
+        check_writable(figure, "--figure ")
         check_figure(figure)
     if html is not None:
-        _check_writable(html, "--html ")
+        check_page(html)
     # All that the user wrote is read before plans are made, which takes its time.
     systems = check_systems(system or ())
-    PlanOptions.of("compare", CompareKeywords, options)
+    PlanOptions(**options)
     named = {"--plan": plan, "--by-hand": by_hand, "--split": split, "--configuration": configuration}
     check_names_differ({option: entries or () for option, entries in named.items()}, systems)
     splits, files = list(map(named_split, split or ())), list(map(named_configuration, configuration or ()))
@@ -345,7 +345,7 @@ def convert(
     """Print a saved plan as another tool's configuration; what the tool cannot express goes to stderr, by name."""
     result = configuration_for(Plan.load(plan), to)
     if save is not None:
-        _check_writable(save)
+        check_writable(save)
         try:
             result.save(save)
         except OSError as error:
@@ -369,31 +369,13 @@ def export(
     """Write the model's whole tensors, in their original names, from a checkpoint to one safetensors file."""
     from autopar.runtime.checkpoints.export import export as write
 
-    _check_writable(file, "")
+    check_writable(file, "")
     if not directory.is_dir():
         raise InputError(f"there is no directory {str(directory)!r}; give the one that autopar.save wrote to")
     folder = write(directory, file, step=step)
     size = file.stat().st_size
     found = {"checkpoint": str(folder), "file": str(file), "bytes": size}
     typer.echo(dumps(found) if json else f"{file}: {size} bytes, from {folder}")
-
-
-def _check_writable(path: Path, option: str = "--save ") -> None:
-    """Raise InputError, which names the option, if no file can be written there."""
-    folder = path.resolve().parent
-    if path.is_dir():
-        raise InputError(f"{option}{path}: this is a directory; give the name of a file")
-    if not folder.is_dir():
-        raise InputError(f"{option}{path}: there is no directory {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"{option}{path}: it cannot be written; choose another path or change its permissions")
-
-
-def _save(plan: Plan, path: Path) -> None:
-    try:
-        plan.save(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--save {path}: the plan cannot be written: {error}") from error
 
 
 def _devices(devices: str | None, cluster: str | None, nodes: int) -> str | Cluster | None:

@@ -245,6 +245,7 @@ def test_splits_by_hand_and_other_systems_are_compared() -> None:
         (("--by-hand", "dp=dta=2"), "there is no degree 'dta'; did you mean 'data'?"),
         (("--configuration", "megatron"), "is not TOOL=FILE"),
         (("--schedule", "1f2b"), "1f1b"),
+        (("--html", "r.pdf"), "a report is a page in HTML"),
     ],
 )
 def test_what_compare_cannot_read_is_refused_before_the_model_is_made(wrong: tuple[str, str], message: str) -> None:

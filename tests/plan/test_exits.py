@@ -195,6 +195,11 @@ def test_replicas_of_a_plan_by_hand_may_exchange_what_no_operator_cuts_by_sample
     found = degrees_in(plan, "a tool")
     assert (found.data, found.tensor) == (2, 1)
     assert any("replicas exchange 'layers.0/linear#0'" in one.why for one in plan.to_deepspeed().not_expressed)
+    sharding = plan.stages[0].sharding
+    assert sharding is not None
+    scattered = TensorRedistribution("layers.0/linear#0", "layers.0/add#0", Passage(((-2,), (1,))), Passage(((1,),)))
+    stage = replace(plan.stages[0], sharding=replace(sharding, redistributions=(scattered,)))
+    assert not degrees_in(replace(plan, stages=(stage,)), "a tool").sequence_parallel, "nothing cuts tensors"
 
 
 def test_a_stage_of_a_plan_by_hand_may_cut_nothing() -> None:

@@ -222,15 +222,16 @@ def _moved(sharding: StageSharding, axis: int) -> Iterator[str]:
 
 
 def _scatters_activations(sharding: StageSharding) -> bool:
-    """Whether sums over parts leave each device a part: reduce-scatters in place of all-reduces."""
+    """Whether sums over parts of tensors leave each device a part: reduce-scatters in place of all-reduces."""
+    tensor = [axis for axis in range(len(sharding.mesh)) if _cuts_tensors(sharding, axis)]
     return any(
-        before == PARTIAL and after >= 0
+        a[axis] == PARTIAL and b[axis] >= 0
+        for axis in tensor
         for one in sharding.redistributions
         if "/" in one.tensor
         for passage in (one.shared, one.own)
         for side in passage
         for a, b in itertools.pairwise(side)
-        for before, after in zip(a, b, strict=True)
     )
 
 

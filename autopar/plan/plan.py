@@ -64,7 +64,8 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
     split: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()  # reasons for its decisions
     objective: float | None = None  # s, of the search
-    bound: float | None = None  # s: no plan in the searched space has a smaller objective
+    bound: float | None = None  # s: no plan, searched or not, has a smaller objective; on a cluster: a shorter step
+    searched_bound: float | None = None  # s: no plan of those that were searched has a smaller objective
     optimality: str = ""  # how far the plan is proven to be the best
     runners_up: tuple[RunnerUp, ...] = ()
     measured_step_time: float | None = None  # s, of a tuned plan

@@ -27,6 +27,7 @@ def scaled(plan: Plan, factor: float, steps: int, *, single: float | None = None
         single_device_time=_times(plan.single_device_time, factor if single is None else single),
         objective=_times(plan.objective, factor),
         bound=_times(plan.bound, factor),
+        searched_bound=_times(plan.searched_bound, factor),
         action_time=_times(plan.action_time, factor),
         message_time=_times(plan.message_time, factor),
         time_scale=factor * (plan.time_scale or 1.0),

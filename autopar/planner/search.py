@@ -84,7 +84,7 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int, meshes: Mesh
             options.optimizer,
             found.peaks_of(candidate),
         )
-        bound, sentence = proof(searching, candidate)
+        proven = proof(searching, candidate)
         names = tuple(device.name for device in offered)
         shared = shared_gpu_notes(names, used=plan.used_devices)
         plan = replace(
@@ -99,8 +99,9 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int, meshes: Mesh
                 *candidate.step.notes,
             ),
             objective=candidate.solution.objective,
-            bound=bound,
-            optimality=sentence,
+            bound=proven.bound,
+            searched_bound=proven.searched,
+            optimality=proven.sentence,
             runners_up=runners_up,
         )
         inside = _operators_explained(costs, candidate.arrangement.configurations) if costs.configurations else None

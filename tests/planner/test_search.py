@@ -123,7 +123,7 @@ def test_the_number_of_micro_batches_is_any_up_to_the_batch(batch: int, devices:
 
 def test_a_small_problem_is_proven_optimal_and_says_so() -> None:
     plan = make_plan(costs_of(3, (2,)), dataclasses.replace(STEP, schedule="1f1b", max_replicas=1, n_microbatches=6))
-    assert plan.objective == plan.bound
+    assert plan.objective == plan.bound == plan.searched_bound
     assert plan.optimality.startswith("proven optimal under 1f1b")
     assert "all" in plan.optimality
 
@@ -134,8 +134,10 @@ def test_a_large_problem_says_how_far_it_is_from_a_bound() -> None:
     plan = make_plan(costs, dataclasses.replace(STEP, n_microbatches=16, max_replicas=1, schedule="1f1b"))
     assert plan.objective is not None
     assert plan.bound is not None
-    assert plan.bound <= plan.objective
+    assert plan.searched_bound is not None
+    assert plan.bound <= plan.searched_bound <= plan.objective
     assert f"within {plan.objective / plan.bound - 1:.2%} of" in plan.optimality
+    assert f"within {plan.objective / plan.searched_bound - 1:.2%} of" in plan.optimality
 
 
 def test_finalists_differ_and_the_first_is_the_plan() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from autopar.planner.inter_op.ahead import SearchingAhead
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.config import Config
 
 
-def proof(searching: Searching, candidate: Candidate) -> tuple[float, str]:
-    """A lower bound (s) on every plan's objective, and a sentence that says how far the plan is proven best.
+class Proof(NamedTuple):
+    """How far a plan is proven best."""
 
-    For a cluster that is planned ahead the bound holds for every plan's step, whatever its options; the sentence also
-    says how near the plan is to the best of those that were looked at.
-    """
+    bound: float  # s, of every plan's objective; for a cluster that is planned ahead, of every plan's step
+    searched: float  # s, of the objectives of all plans that the search may make
+    sentence: str  # with what the proof holds fixed
+
+
+def proof(searching: Searching, candidate: Candidate) -> Proof:
+    """How far the candidate is proven best."""
     config = candidate.config
     schedule = searching.searched_as(config.schedule)
     objective = candidate.solution.objective
@@ -27,18 +32,21 @@ def proof(searching: Searching, candidate: Candidate) -> tuple[float, str]:
     if isinstance(searching, SearchingAhead):
         least = min(searching.least_steps.values())
         step = candidate.timeline.step_time
-        return least, (
+        return Proof(
+            least,
+            bound,
             f"within {_gap(objective, bound)} of the least objective under {config.schedule}, with {space}"
             f"{_meshes(searching)}; within {_gap(step, least)} of a lower bound, the work divided "
-            "over all devices"
+            "over all devices",
         )
     if searching.complete and config.chunks == 1 and bound >= objective * (1 - 1e-12):
-        return objective, f"proven optimal under {config.schedule} for the search's objective: {space}"
+        sentence = f"proven optimal under {config.schedule} for the search's objective: {space}"
+        return Proof(objective, objective, sentence)
     near = f"within {_gap(objective, bound)} of a lower bound for all plans under {config.schedule}: {space}"
     if searching.complete:
-        return bound, near
+        return Proof(bound, bound, near)
     anywhere = min([bound, *(searching.relaxed(c) for c in searching.bounds if c.schedule == schedule)])
-    return anywhere, f"{near}; within {_gap(objective, anywhere)} of one for any cuts"
+    return Proof(anywhere, bound, f"{near}; within {_gap(objective, anywhere)} of one for any cuts")
 
 
 def _looked_at(searching: Searching) -> str:

@@ -52,7 +52,7 @@ def summary(subject: Subject) -> Section:
     sure = tuple(how_sure(subject))
     if sure:
         blocks += [Heading("How sure is this?"), Points(sure)]
-    if how_good(subject.plan.optimality):
+    if subject.plan.optimality and how_good(subject.plan):
         blocks.append(Fold("What is proven of the plan", (Paragraph(f"{subject.plan.optimality}."),)))
     return Section("At a glance", tuple(blocks))
 
@@ -221,7 +221,7 @@ def how_sure(subject: Subject) -> Iterator[str]:
     if plan.predicted_step_time is not None:
         yield _history(subject)
     if plan.optimality:
-        yield f"How good the plan is: {' '.join(how_good(plan.optimality)) or f'{plan.optimality}.'}"
+        yield f"How good the plan is: {' '.join(how_good(plan)) or f'{plan.optimality}.'}"
 
 
 def _history(subject: Subject) -> str:

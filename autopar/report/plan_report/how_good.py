@@ -28,7 +28,8 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield (
             f"It is less than 0.1% above {best}." if searched < _SHOWN else f"It is at most {_above(searched)} {best}."
         )
-    if anywhere is not None and math.isfinite(anywhere) and (ahead or plan.bound != plan.searched_bound):
+    wider = ahead or (searched is not None and plan.bound != plan.searched_bound)
+    if wider and anywhere is not None and math.isfinite(anywhere):
         bound = "a lower bound for every plan" if ahead else "a lower bound for any cuts"
         loose = ", which may be far out of reach" if anywhere > _LOOSE else ""
         yield f"It is at most {_above(anywhere)} {bound}{loose}."

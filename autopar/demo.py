@@ -13,6 +13,8 @@ from torch import nn
 from autopar.api import compare, parallelize, plan
 from autopar.errors import AutoparError
 from autopar.report.document import Report
+from autopar.report.measured_rounds import ROUNDS
+from autopar.report.plan_report.module import compared_report
 from autopar.runtime.comparing.comparison import Comparison
 from autopar.runtime.other_systems.catalogue import CEILING
 
@@ -80,7 +82,7 @@ class Shown:
     """What a demonstration ends with."""
 
     comparison: Comparison
-    report: Report  # of the automatic plan, with a measured step
+    report: Report  # of the automatic plan; its step time is the median of the comparison's rounds
 
 
 def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Shown:
@@ -100,15 +102,15 @@ def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Show
     say(">>> pm.train_step(..., target=y, loss_fn=loss)                # then once more, with profile=True\n")
     loss = module.train_step(**inputs, target=target, loss_fn=loss_fn)
     module.train_step(**inputs, target=target, loss_fn=loss_fn, profile=True)
-    automatic, report = module.plan, module.report(command=f"autopar demo --model {name}")
-    module.close()
-    say(f"loss {loss.item():.4f}\n\n{report.only('At a glance', 'Timeline of one step')}\n")
+    module.close()  # its workers are not in the way of what is compared
+    say(f"loss {loss.item():.4f}\n")
     say('>>> autopar.compare(model, devices, plans, systems=["ceiling"])')
     say("# one device, the plan, the best one without replicas; and what independent processes make of this machine\n")
     call: dict[str, Any] = {"example_kwargs": inputs, "target": target, "loss_fn": loss_fn}
     pipeline = plan(model, devices, max_replicas=1, tune=0, **call)
-    plans = {"auto": automatic, "max_replicas=1": pipeline}
+    plans = {"auto": module.plan, "max_replicas=1": pipeline}
     comparison = compare(model, devices, plans, **call, systems=SYSTEMS, repeats=5)
     assert isinstance(comparison, Comparison), "the devices are at hand"
-    say(str(comparison))
+    report = compared_report(module, comparison, "auto", f"autopar demo --model {name}")
+    say(f"{report.only('At a glance', ROUNDS, 'Timeline of one step')}")
     return Shown(comparison, report)

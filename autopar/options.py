@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 
 from autopar.errors import InputError
-from autopar.errors.names import check_names
 from autopar.plan.plan import Plan
 from autopar.schedule.builders import SCHEDULES
 from cost_models import OPTIMIZERS, PRECISIONS, optimizer_name, parse_bytes
@@ -136,15 +135,6 @@ class PlanOptions:
             object.__setattr__(self, "optimizer_step", implementation_of(self.optimizer))
         # The name alone: the options outlive the call, and an optimizer holds the parameters of the model.
         object.__setattr__(self, "optimizer", self.optimizer_name)
-
-    @classmethod
-    def of(cls, call: str, known: type, keywords: Mapping[str, Any]) -> Self:
-        """The options that `call` received as keywords; `known` is the TypedDict of those that it takes.
-
-        Raises InputError for an unknown name, with the closest name that is known.
-        """
-        check_names(call, known, keywords)
-        return cls(**keywords)
 
     @property
     def memory_bytes(self) -> float | None:

@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -28,7 +28,6 @@ from autopar.runtime.comparing.comparison import Row
 from autopar.runtime.other_systems.independent import CEILING
 from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Rounds, Table
-from benchmarks.sweep import same_plan
 from benchmarks.zoo import Subject, gpt2, resnet, t5
 
 log = logging.getLogger(__name__)
@@ -162,24 +161,14 @@ def constraint_text(fixed: dict[str, Any]) -> str:
 def steps_of(model: str, found: Comparison) -> list[Step]:
     """The rows of a comparison, with predictions scaled by those that calibrate.
 
-    Rows of one plan under several names (what the search chose, and the same by hand) have all of their steps together.
+    Names of one plan (what the search chose, and the same by hand) have the same steps.
     """
     rows = {PLAIN: found.single, **{row.name: row for row in found.plans}}
-    # The plain model has the threads of one device. A plan that runs the model itself has all of the caller's.
-    first = {PLAIN: PLAIN} | {
-        row.name: next(one.name for one in found.plans if same_plan(one.plan, row.plan)) for row in found.plans
-    }
-    steps = {name: tuple(s for n, one in rows.items() if first[n] == first[name] for s in one.steps) for name in rows}
-    speed = PresentSpeed.of((rows[name].plan, steps[name]) for name in CALIBRATING if first.get(name) == name)
+    speed = PresentSpeed.of((rows[name].plan, rows[name].steps) for name in CALIBRATING if name in rows)
+    ran_as = {name: name for name in rows} | dict(found.same)
     return [
-        _step(
-            model,
-            name,
-            replace(row, steps=steps[name]),
-            None if first[name] in CALIBRATING else speed,
-            "" if first[name] == name else first[name],
-        )
-        for name, row in rows.items()
+        _step(model, name, rows[ran], None if ran in CALIBRATING else speed, "" if ran == name else ran)
+        for name, ran in ran_as.items()
     ]
 
 

@@ -26,6 +26,7 @@ from autopar.runtime.other_systems.processes import Processes
 from autopar.runtime.other_systems.rank import SystemRank
 from benchmarks.kept import Kept
 from benchmarks.output import Report, Rounds, Table
+from benchmarks.stamps import measure_stamps
 from benchmarks.timing import Step, interleave, slope
 from cost_models.hardware.devices import operator_threads
 
@@ -41,10 +42,11 @@ STAGES = 2
 class Scale:
     counts: tuple[int, ...]  # n_microbatches
     rounds: int
+    small: bool = False  # the model whose steps are stamped
 
 
 FULL = Scale((2, 4, 8, 16, 32), 60)
-QUICK = Scale((2, 8, 32), 5)
+QUICK = Scale((2, 8, 32), 5, small=True)
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,11 @@ def run_overhead(scale: Scale, kept: Kept) -> Report:
             ("train_step", f"{result.wrapped_step * 1e6:.1f}"),
         ),
     )
-    data = dataclasses.asdict(result)
+    stamps = measure_stamps(scale.small, scale.rounds, kept.part("stamps"))
+    data = dataclasses.asdict(result) | {"stamps": stamps.data()}
     del data["rounds"]  # they are the report's own
-    return Report("Overhead on tiny stages", (*microbatches, wrapped), data, measured=result.rounds)
+    tables = (*microbatches, wrapped, stamps.table())
+    return Report("Overhead on tiny stages, and of stamps", tables, data, measured=(*result.rounds, stamps.rounds))
 
 
 def measure(scale: Scale, kept: Kept) -> Result:

@@ -52,7 +52,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Run], Report | None]]] = {
         lambda run: training.run_training(models.gpt, run.quick, run.kept),
     ),
     "overhead": (
-        "microseconds per micro-batch on tiny stages and per call on one device",
+        "microseconds per micro-batch on tiny stages and per call on one device, and of stamps in a GPT-2's step",
         lambda run: overhead.run_overhead(overhead.QUICK if run.quick else overhead.FULL, run.kept),
     ),
     "automatic": (

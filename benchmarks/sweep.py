@@ -164,14 +164,6 @@ def summary(plans: Sequence[GridPlan], seconds: Mapping[str, tuple[float, ...]],
     return Sweep(points)
 
 
-def same_plan(a: Plan, b: Plan) -> bool:
-    """Whether both run alike. With one stage, the schedule does not matter, nor whether operators are listed."""
-    if len(a.stages) == len(b.stages) == 1:
-        (one,), (other,) = a.stages, b.stages
-        return (one.devices, one.mode, a.n_microbatches) == (other.devices, other.mode, b.n_microbatches)
-    return a.diff(b).same_decisions
-
-
 def choose_cuts(seconds: np.ndarray, modules: Sequence[tuple[str, str]], n: int) -> list[int]:
     """Cut positions near `n` shares of the time, evenly spaced over `SHARES`, at the outermost module boundaries.
 

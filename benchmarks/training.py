@@ -23,6 +23,7 @@ from autopar.capture.program import capture
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.measured import Measured
+from autopar.plan.diff import run_alike
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.runtime.other_systems.independent import CEILING, ceiling
@@ -37,7 +38,6 @@ from benchmarks.sweep import (
     Sweep,
     grid_plans,
     grid_steps,
-    same_plan,
     summary,
     training_step,
 )
@@ -219,7 +219,7 @@ def _finals(
     `pairs`: an automatic plan's name, the plan, and the name of its rival in the grid.
     """
     rivals = {str(one): one.plan for one in grid}
-    same = {name: same_plan(plan, rivals[rival]) for name, plan, rival in pairs}
+    same = {name: run_alike(plan, rivals[rival]) for name, plan, rival in pairs}
     racing = {CEILING} | {name for name, _, _ in pairs} | {rival for name, _, rival in pairs if not same[name]}
     seconds = interleave({name: steps[name] for name in steps if name in racing}, rounds, clear, kept)
     return seconds, tuple(

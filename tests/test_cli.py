@@ -14,6 +14,7 @@ from typing import get_type_hints
 import pytest
 import torch
 import typer
+from report_plans import Page
 from torch import nn
 from typer.testing import CliRunner
 
@@ -23,6 +24,8 @@ from autopar import demo as demo_room
 from autopar.cli import app
 from autopar.options import HELP, CompareKeywords, PlanKeywords, PlanOptions
 from autopar.plan.stage import Stage
+from autopar.report.quantities import seconds_text
+from autopar.report.tables import milliseconds
 
 FACTORIES = """
 import torch
@@ -232,8 +235,23 @@ def test_splits_by_hand_and_other_systems_are_compared() -> None:
     assert data["rows"][2]["stages"] == [["cpu:0"], ["cpu:1"]]
     assert data["rows"][2]["n_microbatches"] == 2
     assert [row["name"] for row in data["systems"]] == ["plain"]
-    _, err = run(*modules, "--system", "pipe", status=2)
-    assert "there is no system 'pipe'" in err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("--system", "pipe"), "there is no system 'pipe'"),
+        (("--split", "half=0"), "is not NAME=MODULE:STAGE"),
+        (("--by-hand", "dp=dta=2"), "there is no degree 'dta'; did you mean 'data'?"),
+        (("--configuration", "megatron"), "is not TOOL=FILE"),
+        (("--schedule", "1f2b"), "1f1b"),
+        (("--html", "r.pdf"), "a report is a page in HTML"),
+    ],
+)
+def test_what_compare_cannot_read_is_refused_before_the_model_is_made(wrong: tuple[str, str], message: str) -> None:
+    _, err = run("compare", "no_such_module:factory", "--by-hand", "tp=tensor=2", *wrong, status=2)
+    assert message in " ".join(err.split())
+    assert "no_such_module" not in err
 
 
 def test_saved_plans_are_compared_with_the_automatic_one() -> None:
@@ -419,8 +437,24 @@ def test_the_demo_plans_reports_and_compares(tiny_demo: None, monkeypatch: pytes
     for part in ("tiny", "Predicted timeline", "loss", "one device", "max_replicas=1"):
         assert part in text
     out, err = run("demo", "--model", "tiny", "--json", "--html", str(page))
-    assert [row["name"] for row in json.loads(out)["rows"]] == ["one device", "auto", "max_replicas=1"]
+    data = json.loads(out)
+    assert [row["name"] for row in data["rows"]] + [*data["same"]] == ["one device", "auto", "max_replicas=1"]
     assert "tiny" in err
+
+
+def test_page_and_terminal_of_the_demo_show_one_value_for_the_measured_step(
+    tiny_demo: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo_room, "SYSTEMS", ())
+    page = tmp_path / "demo.html"
+    out, err = run("demo", "--model", "tiny", "--json", "--html", str(page))
+    single, auto = json.loads(out)["rows"][:2]
+    figures = Page(page.read_text()).figures
+    assert figures["step time"][0] == seconds_text(auto["measured"]), "the median of the rounds, not a single step"
+    assert figures["speed-up over one device"][0] == f"{auto['speed_up']:.2f}x", "in the same rounds"
+    assert seconds_text(single["measured"]) in figures["speed-up over one device"][1]
+    for value in (seconds_text(auto["measured"]), milliseconds(auto["measured"])):
+        assert value in err
 
 
 @pytest.mark.slow

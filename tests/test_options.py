@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from typing import Any, get_type_hints
 
 import pytest
@@ -85,7 +86,13 @@ def test_everything_wrong_is_reported_at_once() -> None:
     [
         (autopar.plan, {"n_microbatch": 2}, "plan has no option 'n_microbatch'; did you mean 'n_microbatches'?"),
         (autopar.plan, {"max_stages": 2, "optimiser": "sgd"}, "'max_stages'.*; plan has no option 'optimiser'"),
-        (autopar.compare, {"tune": 2}, "compare has no option 'tune'; its options are n_microbatches, schedule"),
+        (autopar.compare, {"tune": 2}, "compare has no option 'tune'; its options are example_args, .*max_shards"),
+        (
+            autopar.plan,
+            {"example_arg": ()},
+            r"plan has no option 'example_arg'; did you mean 'example_args'\? Its options",
+        ),
+        (Plan.by_hand, {"tensr": 8}, r"by_hand has no option 'tensr'; did you mean 'tensor'\? Its options are .*zero"),
         (autopar.parallelize, {"max_shrads": 2}, "parallelize has no option 'max_shrads'; did you mean 'max_shards'?"),
         (autopar.profile, {"optimiser": "sgd"}, "profile has no option 'optimiser'; did you mean 'optimizer'?"),
     ],
@@ -95,6 +102,33 @@ def test_an_unknown_option_is_refused_with_the_closest_known_one(
 ) -> None:
     with pytest.raises(InputError, match=message):
         call(nn.Linear(8, 8), ["cpu"], **CALL, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda p: p.with_(nmicro=5), "with_ has no option 'nmicro'; did you mean 'n_microbatches'? Its options are "),
+        (lambda p: p.with_(5), "with_: too many positional arguments"),
+        (lambda p: p.move("a"), "move: missing a required argument: 'stage'"),
+        (
+            lambda p: p.trace("t.json", rnk=0),
+            "trace has no option 'rnk'; did you mean 'rank'? Its options are path, rank",
+        ),
+        (
+            lambda p: Plan.from_split({"a": 0}, nmicrobatches=1),
+            "from_split has no option 'nmicrobatches'; did you mean",
+        ),
+        (lambda p: Plan.by_hand(), "by_hand: missing a required argument: 'model'"),
+        (lambda p: autopar.pipeline_stage(nn.Linear(1, 1), stge=1), "pipeline_stage has no option 'stge'; did you"),
+        (lambda p: autopar.accuracy(knd="H200"), "accuracy has no option 'knd'; did you mean 'kind'?"),
+    ],
+)
+def test_arguments_that_a_call_does_not_have_are_refused_without_names_of_inner_classes(
+    wrong: Any, message: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(message)) as error:
+        wrong(Plan.from_split({"a": 0, "b": 1}, n_microbatches=2))
+    assert "Plan" not in str(error.value), "no class that the user never sees"
 
 
 @pytest.mark.parametrize("name", ["strict", "calibrate", "verify", "watch_nan", "cache"])

@@ -20,26 +20,32 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
 
-from autopar.analysis.batch_proof import OutputCombination, propagate
+from autopar.analysis.batch_proof import propagate
 from autopar.analysis.batching import Batching
 from autopar.analysis.loss_count import Count, count_of, counted_targets
+from autopar.analysis.loss_example import (
+    OutputLeaf,
+    UnknownOutput,
+    candidate_dims,
+    example_outputs,
+    where_targets_are,
+)
 from autopar.analysis.loss_objects import refers_to_objects, restored
 from autopar.analysis.loss_weights import Weights, shares_of
 from autopar.analysis.operators import is_random
-from autopar.analysis.rules.calls import size_of
 from autopar.analysis.rules.table import rule_name
 from autopar.analysis.sample_states import Mean, Mixed, Split, State, Sum, Unbatched, Unproven
 from autopar.capture import torch_private
 from autopar.capture.cleanup import cross_entropy_arguments
 from autopar.capture.module_state import torch_generators_restored
-from autopar.capture.program import Program, capture, describe
+from autopar.capture.program import Program, capture
 from autopar.capture.thread_state import neutral_state
 from autopar.errors import CaptureError, InputError
 
@@ -109,14 +115,14 @@ def study_loss(
     a tensor that has this size by chance, such as class weights, is recognised by the captured loss.
     """
     leaves, spec = torch_private.tree_flatten(target)
-    dims = _candidate_dims(leaves, target_dim, default_dims, program.batch_size)
+    dims = candidate_dims(leaves, target_dim, default_dims, program.batch_size)
     if program.batch_size < 2 or not batching.splittable:
         return LossSplit("mean", tuple(dims))  # one micro-batch: nothing is split
     try:
-        outputs = _example_outputs(program, batching)
-    except _Unknown as error:
+        outputs = example_outputs(program, batching)
+    except UnknownOutput as error:
         return LossSplit("whole", why=str(error))
-    outputs = _where_targets_are(outputs, leaves)
+    outputs = where_targets_are(outputs, leaves)
     reasons: list[str] = []
     free = [] if isinstance(target_dim, Sequence) else [i for i, dim in enumerate(dims) if dim is not None]
     for excluded in itertools.chain.from_iterable(
@@ -128,80 +134,6 @@ def study_loss(
             return split
         reasons.append(split.why)
     return LossSplit("whole", why=reasons[0])
-
-
-class _Unknown(Exception):
-    """The outputs of the model cannot be described well enough to follow the loss."""
-
-
-def _candidate_dims(
-    leaves: Sequence[Any], target_dim: int | Sequence[int | None] | None, default_dims: Sequence[int], batch: int
-) -> list[int | None]:
-    if isinstance(target_dim, Sequence):
-        if len(target_dim) != len(leaves):
-            raise InputError(f"target_dim has {len(target_dim)} entries, but the target has {len(leaves)} leaves")
-        given: list[int | None] = list(target_dim)
-        for i, (leaf, dim) in enumerate(zip(leaves, given, strict=True)):
-            fits = isinstance(leaf, torch.Tensor) and dim is not None and -leaf.dim() <= dim < leaf.dim()
-            if dim is not None and (not fits or leaf.shape[dim] != batch):
-                shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-                raise InputError(f"target_dim[{i}] is {dim}, but that target is {shape} and the batch is {batch}")
-        return given
-    dims = default_dims if target_dim is None else (target_dim,)
-
-    def first(leaf: Any) -> int | None:
-        if not isinstance(leaf, torch.Tensor):
-            return None
-        return next((dim for dim in dims if -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == batch), None)
-
-    return [first(leaf) for leaf in leaves]
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """One flat output of the model."""
-
-    value: Any  # a constant; None for tensors
-    shape: tuple[Any, ...] | None  # sizes; sympy expressions of the batch
-    dtype: torch.dtype | None
-    device: torch.device | None
-    how: OutputCombination
-
-    def example(self, symbols: Mapping[sympy.Symbol, int]) -> Any:
-        """The leaf for a batch of another size: values do not matter, sizes do."""
-        if self.shape is None:
-            return self.value
-        sizes = [int(s.xreplace(symbols)) if isinstance(s, sympy.Basic) else s for s in self.shape]
-        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
-
-
-def _example_outputs(program: Program, batching: Batching) -> list[_Leaf]:
-    flat = list(program.graph.output_node().args[0])[: program.n_outputs]  # type: ignore[arg-type]
-    found = []
-    for node, how in zip(flat, batching.outputs, strict=False):
-        if not isinstance(node, fx.Node):
-            found.append(_Leaf(node, None, None, None, how))
-            continue
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            raise _Unknown(f"the size of the output of {describe(node)} is not known")
-        shape = tuple(size_of(s) for s in value.shape)
-        if how.combine == "cat" and not isinstance(shape[how.batch_dim or 0], sympy.Symbol):
-            raise _Unknown(f"the output of {describe(node)} has several entries per sample along the batch")
-        found.append(_Leaf(None, shape, value.dtype, value.device, how))
-    return found
-
-
-def _where_targets_are(outputs: Sequence[_Leaf], targets: Sequence[Any]) -> list[_Leaf]:
-    """The outputs on the device of the targets: the last stage brings both together, wherever the model was captured.
-
-    Targets on several devices change nothing: what counts them could not be computed.
-    """
-    devices = {x.device for x in targets if isinstance(x, torch.Tensor)}
-    if len(devices) != 1:
-        return list(outputs)
-    (device,) = devices
-    return [leaf if leaf.shape is None else replace(leaf, device=device) for leaf in outputs]
 
 
 class _LossModule(nn.Module):
@@ -235,7 +167,7 @@ class _LossStudy:
         loss_fn: Callable[[Any, Any], Any],
         program: Program,
         batching: Batching,
-        outputs: Sequence[_Leaf],
+        outputs: Sequence[OutputLeaf],
         targets: Sequence[Any],
         spec: torch_private.TreeSpec,
         dims: Sequence[int | None],

@@ -13,6 +13,7 @@ from autopar.analysis.example import LossFunction, capture_example, example_ahea
 from autopar.costs.history import recall
 from autopar.costs.prediction_error import Accuracy
 from autopar.errors import InputError, each_warning_once
+from autopar.errors.names import with_checked_names
 from autopar.options import CompareKeywords, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
@@ -31,6 +32,7 @@ from autopar.runtime.other_systems.catalogue import check_systems
 from cost_models import Cluster
 
 
+@with_checked_names
 def compare(
     model: nn.Module,
     devices: Devices = None,
@@ -72,7 +74,7 @@ def compare(
     that is not at hand they hold Adam's.
     """
     check_module(model)
-    chosen = PlanOptions.of("compare", CompareKeywords, options)
+    chosen = PlanOptions(**options)
     args, kwargs = need_example("comparing", example_args, example_kwargs)
     need_target(loss_fn, target)
     if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
@@ -116,6 +118,7 @@ def _checked(plans: Mapping[str, Plan | None] | None, systems: Sequence[str]) ->
     return dict(plans)
 
 
+@with_checked_names
 def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy:
     """Return how far predicted step times were from measured ones, from the history beside the cache of measurements.
 

@@ -10,6 +10,7 @@ from torch import nn
 from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
 from autopar.api.cluster_plans import cluster_pricer, priced_on_cluster
 from autopar.errors import InputError
+from autopar.errors.names import with_checked_names
 from autopar.options import PlanKeywords, PlanOptions
 from autopar.plan.display import priced_for
 from autopar.plan.plan import Plan
@@ -32,6 +33,7 @@ from autopar.runtime.ranks.world import joined
 from cost_models import Cluster
 
 
+@with_checked_names
 def plan(
     model: nn.Module,
     devices: Devices = None,
@@ -83,7 +85,7 @@ def plan(
     """
     check_module(model)
     check_plan(plan)
-    chosen = PlanOptions.of("plan", PlanKeywords, options)
+    chosen = PlanOptions(**options)
     plan = None if plan is None else as_wanted(plan, chosen)
     args, kwargs = need_example("planning", example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:

@@ -1,4 +1,4 @@
-"""The command line: commands.py has one function a command."""
+"""The command line: commands.py and saved.py have one function a command."""
 
 from autopar.cli.commands import app, main
 

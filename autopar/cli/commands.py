@@ -8,30 +8,44 @@ success; 2 for what the user wrote (options, files, the factory), in one line wi
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import os
 import warnings
-from collections.abc import Callable
-from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 import autopar
-from autopar import Cluster, InputError, Plan
+from autopar import Plan
 from autopar.analysis.user_factory import load_call
-from autopar.cli.entries import check_names_differ, named_configuration, named_plan, named_split, plans_by_hand
+from autopar.cli.entries import (
+    check_names_differ,
+    named_configuration,
+    named_degrees,
+    named_plan,
+    named_split,
+    plans_by_hand,
+)
 from autopar.cli.errors import ErrorGroup
+from autopar.cli.files import check_page, check_writable, save_plan
+from autopar.cli.parameters import (
+    AsJson,
+    ClusterName,
+    Devices,
+    Factory,
+    Html,
+    Nodes,
+    devices_or_cluster,
+    takes_options,
+)
 from autopar.cli.report import save_report, typed_command
+from autopar.cli.saved import accuracy, convert, diff, export
 from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
-from autopar.options import AHEAD_ONLY, COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
-from autopar.plan.exits.tools import TOOLS, configuration_for
+from autopar.options import AHEAD_ONLY, HELP, CompareKeywords, PlanOptions
+from autopar.plan.exits.tools import TOOLS
 from autopar.report.comparison_figure import check_figure
 from autopar.report.plan_report.subject import ReportOptions
-from autopar.runtime.other_systems.catalogue import SYSTEMS
+from autopar.runtime.other_systems.catalogue import SYSTEMS, check_systems
 
 app = typer.Typer(
     cls=ErrorGroup,
@@ -41,60 +55,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Factory = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODULE:FACTORY",
-        help="A callable in a module that can be imported from the current directory. It returns (model, args), "
-        "(model, kwargs), (model, args, kwargs) or a dict with model, example_args, example_kwargs, target, loss_fn.",
-    ),
-]
-Devices = Annotated[
-    str | None,
-    typer.Option(help="For example cpu,cpu or cuda:0,cuda:1. Default: every GPU, or CPU workers."),
-]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        help="Plan from data sheets for devices that are not here: one node such as 8xH100, or a TOML file.",
-    ),
-]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes of the cluster.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Write the report to this file, for a browser.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, in seconds and bytes.")]
-
-
-def _takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add options of PlanOptions to a command, which gets those that the user gave or their defaults as `options`."""
-    types = get_type_hints(PlanOptions)
-    defaults = {field.name: field.default for field in dataclasses.fields(PlanOptions)}
-
-    def with_options(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**arguments: Any) -> None:
-            options = {name: arguments.pop(name) for name in names}
-            if options.get("tune", "").isdigit():
-                options["tune"] = int(options["tune"])
-            command(**arguments, options=options)
-
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
-        added = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults[name],
-                annotation=Annotated[COMMAND_LINE_TYPES.get(name, types[name]), typer.Option(help=HELP[name])],
-            )
-            for name in names
-        ]
-        # Typer reads a command's options from these attributes.
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
-        return run
-
-    return with_options
 
 
 def main() -> None:
@@ -136,7 +96,7 @@ def demo(
     """Plan and run a transformers model with random weights, compare the plan with one device, and write a report."""
     if model not in DEMOS:
         raise typer.BadParameter(f"{model!r} is not one of {', '.join(DEMOS)}", param_hint="--model")
-    _check_writable(html, "--html ")
+    check_page(html)
     shown = run_demo(model, devices, lambda text: typer.echo(text, err=json))
     if json:
         typer.echo(shown.comparison.to_json())
@@ -147,7 +107,7 @@ app.command()(doctor)
 
 
 @app.command()
-@_takes_options("strict", "cache")
+@takes_options("strict", "cache")
 def profile(
     factory: Factory,
     devices: Devices = None,
@@ -163,8 +123,8 @@ def profile(
 ) -> None:
     """Show seconds and bytes of every module and operator on every device type, and the links between the devices."""
     if html is not None:
-        _check_writable(html, "--html ")
-    place = _devices(devices, cluster, nodes)
+        check_page(html)
+    place = devices_or_cluster(devices, cluster, nodes)
     result = autopar.profile(devices=place, optimizer=optimizer, **options, **load_call(factory))
     typer.echo(result.to_json() if json else result)
     if html is not None:
@@ -172,7 +132,7 @@ def profile(
 
 
 @app.command()
-@_takes_options(*HELP)
+@takes_options(*HELP)
 def plan(
     factory: Factory,
     devices: Devices = None,
@@ -201,18 +161,18 @@ def plan(
 ) -> None:
     """Find the fastest plan for a model, on the devices here or on a cluster that is elsewhere."""
     if save is not None:
-        _check_writable(save)  # before the search, which may take minutes
+        check_writable(save)  # before the search, which may take minutes
     if html is not None:
-        _check_writable(html, "--html ")
+        check_page(html)
     for_report = {"--samples-per-epoch": samples_per_epoch, "--price-per-device-hour": price_per_device_hour}
     for name, value in for_report.items():
         if value is not None and html is None:
             raise typer.BadParameter("it is for the report: give --html as well", param_hint=name)
     ReportOptions(samples_per_epoch=samples_per_epoch, price_per_device_hour=price_per_device_hour)  # checks both
-    place, given_plan = _devices(devices, cluster, nodes), None if given is None else Plan.load(given)
+    place, given_plan = devices_or_cluster(devices, cluster, nodes), None if given is None else Plan.load(given)
     best = autopar.plan(devices=place, plan=given_plan, **options, **load_call(factory))
     if save is not None:
-        _save(best, save)
+        save_plan(best, save)
     typer.echo(best.to_json() if json else best)
     if explain:
         typer.echo(f"\n{best.explain()}", err=json)  # stdout holds the JSON alone
@@ -229,7 +189,7 @@ def plan(
 
 
 @app.command()
-@_takes_options(*(name for name in HELP if name in get_type_hints(CompareKeywords)))
+@takes_options(*(name for name in HELP if name in get_type_hints(CompareKeywords)))
 def compare(
     factory: Factory,
     devices: Devices = None,
@@ -275,24 +235,27 @@ def compare(
     """Compare the automatic plan ("auto") with saved plans, plans by hand and other systems: steps measured beside one
     device, or predicted for a cluster that is not here."""
     if figure is not None:
-        _check_writable(figure, "--figure ")
+        check_writable(figure, "--figure ")
         check_figure(figure)
     if html is not None:
-        _check_writable(html, "--html ")
+        check_page(html)
+    # All that the user wrote is read before plans are made, which takes its time.
+    systems = check_systems(system or ())
+    PlanOptions(**options)
     named = {"--plan": plan, "--by-hand": by_hand, "--split": split, "--configuration": configuration}
-    check_names_differ({option: entries or () for option, entries in named.items()}, system or ())
-    place, call = _devices(devices, cluster, nodes), load_call(factory)
-    n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"
+    check_names_differ({option: entries or () for option, entries in named.items()}, systems)
+    splits, files = list(map(named_split, split or ())), list(map(named_configuration, configuration or ()))
+    degrees = list(map(named_degrees, by_hand or ()))
     plans: dict[str, Plan | None] = {"auto": None, **dict(map(named_plan, plan or ()))}
+    place, call = devices_or_cluster(devices, cluster, nodes), load_call(factory)
+    n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"
     how = {name: options[name] for name in AHEAD_ONLY if options[name] is not None}
-    plans |= dict(plans_by_hand(by_hand or (), place, call, how))
-    for entry in split or ():
-        name, stages = named_split(entry)
+    plans |= dict(plans_by_hand(degrees, place, call, how))
+    for name, stages in splits:
         plans[name] = Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule)
-    for entry in configuration or ():
-        tool, file = named_configuration(entry)
+    for tool, file in files:
         plans[tool] = Plan.from_configuration(devices=place, tool=tool, source=file, **call)
-    result = autopar.compare(devices=place, plans=plans, repeats=repeats, systems=system or (), **options, **call)
+    result = autopar.compare(devices=place, plans=plans, repeats=repeats, systems=systems, **options, **call)
     typer.echo(result.to_json() if json else result)
     if figure is not None:
         result.figure(figure)
@@ -300,106 +263,5 @@ def compare(
         save_report(result.report(command=typed_command()), html, quiet=json)
 
 
-@app.command()
-def accuracy(
-    kind: Annotated[
-        str | None, typer.Option(help="Only device types whose name contains this text, such as H200.")
-    ] = None,
-    json: AsJson = False,
-) -> None:
-    """Show how far predicted step times were from measured ones, over all recorded steps."""
-    result = autopar.accuracy(kind=kind)
-    typer.echo(result.to_json() if json else result)
-
-
-@app.command()
-def diff(
-    before: Annotated[Path, typer.Argument(help="A saved plan.", metavar="BEFORE.json")],
-    after: Annotated[Path, typer.Argument(help="Another saved plan.", metavar="AFTER.json")],
-    json: AsJson = False,
-) -> None:
-    """Say how two saved plans differ, and why one is slower. Exit status: 2 for invalid files, else 0."""
-    result = Plan.load(before).diff(Plan.load(after))
-    typer.echo(result.to_json() if json else result)
-
-
-@app.command()
-def convert(
-    plan: Annotated[Path, typer.Argument(help="A saved plan.", metavar="PLAN.json")],
-    to: Annotated[str, typer.Option(metavar="TOOL", help=f"One of {', '.join(TOOLS)}.")],
-    save: Annotated[
-        Path | None, typer.Option(help="Write it to this file, and the schedule that it needs to the same folder.")
-    ] = None,
-    json: AsJson = False,
-) -> None:
-    """Print a saved plan as another tool's configuration; what the tool cannot express goes to stderr, by name."""
-    result = configuration_for(Plan.load(plan), to)
-    if save is not None:
-        _check_writable(save)
-        try:
-            result.save(save)
-        except OSError as error:
-            raise InputError(f"--save {save}: it cannot be written: {error}") from error
-    typer.echo(dumps(dataclasses.asdict(result), default=dict) if json else result.text, nl=json)
-    for one in result.not_expressed:
-        typer.echo(f"not expressed: {one.name}: {one.why}", err=True)
-    if result.companions and save is None:
-        typer.echo(f"it needs {', '.join(result.companions)}, which --save writes to the same folder", err=True)
-
-
-@app.command()
-def export(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoints of a run, or the directory of one.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="The file to write.")],
-    step: Annotated[
-        int | None, typer.Option(help="The checkpoint of this step; default: the newest complete one.")
-    ] = None,
-    json: AsJson = False,
-) -> None:
-    """Write the model's whole tensors, in their original names, from a checkpoint to one safetensors file."""
-    from autopar.runtime.checkpoints.export import export as write
-
-    _check_writable(file, "")
-    if not directory.is_dir():
-        raise InputError(f"there is no directory {str(directory)!r}; give the one that autopar.save wrote to")
-    folder = write(directory, file, step=step)
-    size = file.stat().st_size
-    found = {"checkpoint": str(folder), "file": str(file), "bytes": size}
-    typer.echo(dumps(found) if json else f"{file}: {size} bytes, from {folder}")
-
-
-def _check_writable(path: Path, option: str = "--save ") -> None:
-    """Raise InputError, which names the option, if no file can be written there."""
-    folder = path.resolve().parent
-    if path.is_dir():
-        raise InputError(f"{option}{path}: this is a directory; give the name of a file")
-    if not folder.is_dir():
-        raise InputError(f"{option}{path}: there is no directory {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"{option}{path}: it cannot be written; choose another path or change its permissions")
-
-
-def _save(plan: Plan, path: Path) -> None:
-    try:
-        plan.save(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--save {path}: the plan cannot be written: {error}") from error
-
-
-def _devices(devices: str | None, cluster: str | None, nodes: int) -> str | Cluster | None:
-    """The devices at hand, or the cluster with this name or file."""
-    if cluster is None:
-        if nodes > 1:
-            raise typer.BadParameter("--nodes needs --cluster", param_hint="--nodes")
-        return devices
-    if devices is not None:
-        raise typer.BadParameter("give either --devices or --cluster", param_hint="--cluster")
-    if not cluster.endswith(".toml"):
-        return Cluster.preset(cluster, nodes)
-    if not Path(cluster).is_file():
-        raise typer.BadParameter(f"there is no file {cluster!r}", param_hint="--cluster")
-    try:
-        loaded = Cluster.from_toml(cluster)
-    except OSError as error:
-        raise InputError(f"--cluster {cluster}: it cannot be read: {error.strerror}") from error
-    return dataclasses.replace(loaded, nodes=nodes) if nodes > 1 else loaded
+for _command in (accuracy, diff, convert, export):
+    app.command()(_command)

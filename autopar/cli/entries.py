@@ -84,15 +84,15 @@ def named_degrees(entry: str) -> tuple[str, dict[str, Any]]:
 
 
 def plans_by_hand(
-    entries: Sequence[str], devices: Any, call: Mapping[str, Any], how: Mapping[str, Any]
+    entries: Sequence[tuple[str, Mapping[str, Any]]], devices: Any, call: Mapping[str, Any], how: Mapping[str, Any]
 ) -> list[tuple[str, Plan]]:
-    """The plans of `NAME=DEGREE=VALUE,...`, with their names. `how`: of a step, where an entry says nothing else.
+    """The plans of what `named_degrees` read, with their names. `how`: of a step, where an entry says nothing else.
 
-    Raises BadParameter for entries that cannot be read, and PlanError that says of every plan what contradicts.
+    Raises PlanError that says of every plan what contradicts.
     """
     plans: list[tuple[str, Plan]] = []
     refused = []
-    for name, degrees in [named_degrees(entry) for entry in entries]:
+    for name, degrees in entries:
         try:
             plans.append((name, Plan.by_hand(devices=devices, **{**how, **call, **degrees})))
         except (InputError, PlanError) as error:

@@ -20,6 +20,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls, CostTable
 from autopar.costs.operator_cost import operator_costs
 from autopar.errors import InputError
+from autopar.errors.names import with_checked_names
 from autopar.plan.results import Result
 from cost_models import Link
 from cost_models.graphs import on_meta
@@ -89,6 +90,7 @@ class Profile(Result):
                 return module
         raise KeyError(path)
 
+    @with_checked_names
     def slowest(self, count: int | None = None, kind: str | None = None) -> tuple[Cost, ...]:
         """The operators that take most time on a device kind (default: the first), slowest first."""
         chosen = kind or self.kinds[0]

@@ -15,6 +15,7 @@ from typing import Any
 
 import cost_models
 from cost_models.errors import DeviceError
+from cost_models.measuring.cache import unusable_values_counted
 
 _OTHER_CODE = ("autopar", "torch", "contextlib")  # packages whose lines a warning does not name
 
@@ -56,13 +57,15 @@ _given: ContextVar[set[Any] | None] = ContextVar("given", default=None)  # warni
 
 @contextlib.contextmanager
 def each_warning_once(given: set[Any]) -> Iterator[None]:
-    """Inside, `warn` and `issue_again` give each warning once. `given`: those that were given before; grows.
+    """Inside, `warn` and `issue_again` give each warning once, and caches say once what they cannot use. `given`: those
+    that were given before; grows.
 
     Contexts nest: the outermost one counts, so that a call that captures and plans several times warns once.
     """
     token = _given.set(given if _given.get() is None else _given.get())
     try:
-        yield
+        with unusable_values_counted():
+            yield
     finally:
         _given.reset(token)
 

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from autopar.errors import InputError
 
@@ -43,27 +43,45 @@ def did_you_mean(*names: str) -> str:
     return f"did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
-def check_names(call: str, known: type, keywords: Mapping[str, Any]) -> None:
-    """Raise InputError for keywords of `call` that are none of `known`, a TypedDict, with the closest known name."""
-    _check_names(call, list(get_type_hints(known)), keywords)
-
-
 def with_checked_names(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`call`, with InputError instead of TypeError for a keyword that it does not have: it says the closest name."""
-    names = [name for name in inspect.signature(call).parameters if name != "self"]
+    """`call`, with InputError instead of TypeError for arguments that it does not have, or that it lacks: Python's
+    message names classes that the user never sees, and no closest name.
+
+    Keywords of `**options: Unpack[SomeTypedDict]` are those of the TypedDict; other `**keywords` may have any name.
+    """
+    signature = inspect.signature(call)
+    parameters = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    rest = next((p for p in parameters if p.kind is p.VAR_KEYWORD), None)
+    further = [] if rest is None else _names_of(rest, call)
+    named = [p.name for p in parameters if p is not rest]
+    options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] + further or named
 
     @functools.wraps(call)
     def checked(*args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
-        _check_names(call.__name__, names, keywords)
+        if rest is None or further:
+            _check_names(call.__name__, [*named, *further], options, keywords)
+        try:
+            signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise InputError(f"{call.__name__}: {error}") from None
         return call(*args, **keywords)
 
     return checked
 
 
-def _check_names(call: str, names: list[str], keywords: Mapping[str, Any]) -> None:
-    problems = []
-    for name in (name for name in keywords if name not in names):
-        hint = similar(name, names, most=1) or f"its options are {', '.join(names)}"
-        problems.append(f"{call} has no option {name!r}; {hint}")
-    if problems:
-        raise InputError("; ".join(problems))
+def _names_of(rest: inspect.Parameter, call: Callable[..., Any]) -> list[str]:
+    """The keywords that `**options: Unpack[SomeTypedDict]` takes; none where it says no TypedDict."""
+    annotation = rest.annotation
+    if isinstance(annotation, str):
+        annotation = eval(annotation, call.__globals__)  # type: ignore[attr-defined]
+    return [name for known in get_args(annotation) for name in get_type_hints(known)]
+
+
+def _check_names(call: str, names: Sequence[str], options: Sequence[str], keywords: Mapping[str, Any]) -> None:
+    """Raise InputError for `keywords` that are none of `names`, with the closest ones, and all `options`."""
+    unknown = [name for name in keywords if name not in names]
+    if unknown:
+        meant = {name: similar(name, names, most=1) for name in unknown}
+        problems = [f"{call} has no option {name!r}" + (f"; {meant[name]}" if meant[name] else "") for name in unknown]
+        text = "; ".join(problems)
+        raise InputError(f"{text}{' Its' if text.endswith('?') else '; its'} options are {', '.join(options)}")

@@ -19,12 +19,14 @@ from typing import TypeVar
 from torch import nn
 
 from autopar.errors import InputError
+from autopar.errors.names import with_checked_names
 from autopar.hints.shard import unwrap_functions
 from autopar.hints.store import add_hint, check_modules, has_hints, hints_of, remove_hints
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
+@with_checked_names
 def pipeline_stage(module: _Module, stage: int) -> _Module:
     """Pin the operators of `module` to pipeline stage `stage` (counted from 0). Returns the module.
 
@@ -38,6 +40,7 @@ def pipeline_stage(module: _Module, stage: int) -> _Module:
     return module
 
 
+@with_checked_names
 def recompute(module: _Module) -> _Module:
     """Let the stages that run `module` keep none of its activations: they run it again before its backward, layer by
     layer or with their whole forward, whichever is better.
@@ -61,6 +64,7 @@ def keep_together(*modules: nn.Module) -> None:
         add_hint(module, groups=(*hints_of(module).groups, group))
 
 
+@with_checked_names
 def clear_hints(model: nn.Module) -> None:
     """Remove all hints, including those of `shard`, from `model` and the modules inside it. Raises InputError."""
     check_modules("clear_hints", [model])

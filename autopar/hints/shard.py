@@ -22,6 +22,7 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from autopar.errors import InputError
+from autopar.errors.names import with_checked_names
 from autopar.hints.layout import Layout, ShardHint, TensorLayout, TensorSplit, misfits, parts_of
 from autopar.hints.store import add_hint, hints_of
 
@@ -77,6 +78,7 @@ def shard(
 ) -> Callable[..., Any]: ...
 
 
+@with_checked_names
 def shard(
     target: Any, in_strategy: Any = None, out_strategy: Any = None, parameter_plan: Mapping[str, Any] | None = None
 ) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from autopar.errors import PlanError
-from autopar.errors.names import near
+from autopar.errors.names import near, with_checked_names
 from autopar.hints.module_paths import ancestors, nearest
 from autopar.plan.display import priced_like
 from autopar.plan.file_format.folding import Layer, layer_of
@@ -29,6 +29,7 @@ _RANGE = re.compile(r"(.*?)(\d+)-(\d+)")
 class PlanChanges:
     """What changes a plan; `Plan` has these methods."""
 
+    @with_checked_names
     def move(self, path: str, stage: int) -> Plan:
         """The plan with a module, or an operator, on another stage, with its price.
 
@@ -49,6 +50,7 @@ class PlanChanges:
         found: Plan = priced_like(plan, moved(plan, path, stage))
         return found
 
+    @with_checked_names
     def with_(
         self,
         *,

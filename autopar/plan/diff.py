@@ -147,6 +147,28 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     )
 
 
+def run_alike(a: Plan, b: Plan) -> bool:
+    """Whether both do the same. With one stage of whole operators, neither the schedule matters nor whether they are
+    listed."""
+    if len(a.stages) == len(b.stages) == 1 and not a.stages[0].sharding and not b.stages[0].sharding:
+        (one,), (other,) = a.stages, b.stages
+        return (one.devices, one.mode, a.n_microbatches) == (other.devices, other.mode, b.n_microbatches)
+    return diff_plans(a, b).same_decisions
+
+
+def repeated_plans(plans: Mapping[str, Plan]) -> dict[str, str]:
+    """By the name of a plan that does the same as an earlier one, the name of the first of these."""
+    first: dict[str, Plan] = {}
+    same: dict[str, str] = {}
+    for name, plan in plans.items():
+        known = next((other for other in first if run_alike(first[other], plan)), None)
+        if known is None:
+            first[name] = plan
+        else:
+            same[name] = known
+    return same
+
+
 def _parts(before: Plan, after: Plan) -> Iterator[Quantity]:
     old, new = step_parts(before), step_parts(after)
     for name in dict.fromkeys((*old, *new)) if old and new else ():

@@ -1,4 +1,5 @@
-"""Writing a file as a whole: a crash leaves the old file or the new one, never a part of it."""
+"""Writing a file as a whole: a crash leaves the old file or the new one, never a part of it. Names of files say what
+they are."""
 
 from __future__ import annotations
 
@@ -7,6 +8,21 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+
+from autopar.errors import InputError
+
+PAGE = "a report is a page in HTML", (".html", ".htm")
+TRACE = "a trace is JSON, compressed where the name ends in .gz", (".json", ".json.gz", ".gz")
+SNAPSHOT = "a snapshot of memory is a pickle", (".pickle", ".pkl")
+
+
+def check_ending(path: str | Path, kind: tuple[str, tuple[str, ...]]) -> Path:
+    """The path. Raises InputError for a name whose ending says that the file is something else than `kind`."""
+    path, (what, endings) = Path(path), kind
+    if path.suffix and not path.name.lower().endswith(endings):
+        *others, last = endings
+        raise InputError(f"{path}: {what}; give a name that ends in {', '.join(others)} or {last}")
+    return path
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import PlanError
+from autopar.errors.names import with_checked_names
 from autopar.plan.display import by_hand
 from autopar.plan.placeholders import ordinal
 from autopar.plan.recompute import recompute_by_stage
@@ -18,6 +19,7 @@ from autopar.plan.stage import Stage
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
 
+BY_HAND = "by hand: "  # begins the note that has the degrees of a plan made by hand
 _MOST_NAMED = 4  # stages in a message
 
 
@@ -25,6 +27,7 @@ class PlanByHand:
     """What makes a plan without a search."""
 
     @classmethod
+    @with_checked_names
     def from_split(
         cls,
         split: Mapping[str, int],
@@ -73,6 +76,7 @@ class PlanByHand:
         return cast("type[Plan]", cls)(stages, n_microbatches, schedule, split=tuple(split.items()))
 
     @classmethod
+    @with_checked_names
     def by_hand(
         cls,
         model: nn.Module,

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from autopar.capture.program import Program
 from autopar.errors import PlanError
-from autopar.errors.names import few, similar
+from autopar.errors.names import few, similar, with_checked_names
 from autopar.hints.module_paths import ancestors, nearest
 from autopar.plan import serialization
 from autopar.plan.assignment import Storages, by_modules, by_operators, check_listed, operators_of_stages
@@ -102,6 +102,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         """`cpu:0 | cpu:1+cpu:2` for two stages, the second with two replicas; `(cpu:0 | cpu:1) x 2` for two chunks."""
         return places([stage.devices for stage in self.stages[: self.ranks]], self.chunks)
 
+    @with_checked_names
     def explain(self, path: str | None = None) -> Any:
         """Why this plan was chosen: its bottleneck, its rivals, what each limit costs and what would help.
 
@@ -113,6 +114,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         """
         return explained(self) if path is None else inside_explained(self, path)
 
+    @with_checked_names
     def on(self, offered: Sequence[str], kinds: Sequence[str] | None = None) -> Plan:
         """The plan for the devices `offered`, which replace its placeholders (see `plan/placeholders.py`).
 
@@ -260,6 +262,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         write_whole(Path(path), self.to_json() + "\n")
 
     @classmethod
+    @with_checked_names
     def load(cls, path: str | Path, model: nn.Module | None = None, devices: Any = None, **call: Any) -> Plan:
         """The plan in a file, with the predictions that it had when it was saved; without them if it was edited since.
 
@@ -280,6 +283,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         priced: Plan = priced_for(model, devices, plan, **call)
         return priced
 
+    @with_checked_names
     def diff(self, other: Plan) -> PlanDiff:
         """What `other` decides and predicts differently; `print(plan.diff(other))` shows it."""
         difference: PlanDiff = compared(self, other)

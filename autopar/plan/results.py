@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopar.errors.names import with_checked_names
 from autopar.plan.display import reported, shown
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 class Result:
     """`print(result)` shows text, a notebook shows a page, and `save("r.html")` writes the page as a file."""
 
+    @with_checked_names
     def report(self, *, command: str | None = None) -> Report:
         """The result as a `Report`. `command`: the command or program that made it, to be shown with it."""
         made: Report = reported(self, command=command)

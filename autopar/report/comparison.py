@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autopar.plan.display import shown
+from autopar.plan.made_by_hand import BY_HAND
+from autopar.plan.plan import Plan
+from autopar.report.plan_report.verdict import verdict
 from autopar.report.quantities import utilisation_text
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from autopar.runtime.comparing.comparison import Comparison, Row, SystemRow
@@ -36,6 +41,7 @@ def _comparison(comparison: Comparison) -> str:
     if measured:
         names = ["other system", "how", "meas-\nured ms", "interval\nms", "speed-up"]
         parts.append(table(names, [_system_cells(comparison, row) for row in measured], words=2))
+    parts += [paragraph(line) for line in plan_lines(comparison)]
     parts += [paragraph(f"{row.name} was not run: {row.refused}") for row in comparison.systems if row.refused]
     if comparison.ceiling is not None:
         parts.append(paragraph(ceiling_text(comparison)))
@@ -44,6 +50,28 @@ def _comparison(comparison: Comparison) -> str:
     if comparison.measured_on:
         parts.append(paragraph(f"measured on {comparison.measured_on}"))
     return "\n\n".join([*parts, paragraph(foot)])
+
+
+def plan_lines(comparison: Comparison) -> Iterator[str]:
+    """What each plan does, and the names that did not run because they are the same plan."""
+    for row in comparison.plans:
+        yield f"{row.name}: {verdict(row.plan)}{_by_hand(row.plan)}"
+    for name, other in comparison.same.items():
+        yield f"{name}: the same plan as {other}, which ran for both."
+
+
+def _by_hand(plan: Plan) -> str:
+    """That nobody searched for the plan, and for replicas, which kind of data parallelism they are."""
+    degrees = next((note for note in plan.notes if note.startswith(BY_HAND)), BY_HAND if plan.split else "")
+    if not degrees:
+        return ""
+    text = f" It was made {degrees.removesuffix(': ')}."
+    if any(stage.replicas > 1 for stage in plan.stages):
+        text += (
+            " Its data parallelism: each replica is a thread of this process with micro-batches of its own, and their "
+            'gradients are added once a step; systems=["DDP"] runs DistributedDataParallel.'
+        )
+    return text
 
 
 def verdict_text(comparison: Comparison) -> str:

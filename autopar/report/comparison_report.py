@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from autopar.plan.diff import PlanDiff
 from autopar.plan.display import reported
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
 from autopar.report.cluster_comparison import ALIKE, described, gained
-from autopar.report.comparison import ceiling_text, verdict_text
+from autopar.report.comparison import plan_lines, verdict_text
 from autopar.report.document import (
     Bar,
     Bars,
@@ -25,11 +25,11 @@ from autopar.report.document import (
     Table,
 )
 from autopar.report.made_with import command_block, software
+from autopar.report.measured_rounds import rounds_blocks, rounds_figures, sentence
 from autopar.report.plan_report.verdict import verdict
 from autopar.report.quantities import (
     count,
     flops_text,
-    largest_text,
     no_data_sheet,
     percent,
     rate_text,
@@ -37,11 +37,9 @@ from autopar.report.quantities import (
     share_of_text,
     utilisation_text,
 )
-from autopar.runtime.comparing.comparison import Comparison, Row, SystemRow
-from cost_models.measuring.intervals import Interval
+from autopar.runtime.comparing.comparison import Comparison, Row
 
 _PARTS = ("computing", "communication", "waiting")
-_TIMES = ("measured", "predicted")
 
 
 @reported.register
@@ -157,28 +155,19 @@ def comparison_report(comparison: Comparison, command: str | None = None) -> Rep
     fastest = min(comparison.rows, key=lambda row: row.measured)
     figures = [
         Figure("shortest median step of autopar", seconds_text(fastest.measured), fastest.name),
-        Figure("speed-up over one device", f"{comparison.speed_up(fastest):.2f}x", comparison.single.name),
         Figure("rounds", f"{rounds}", "everything took its turn in each"),
+        *_utilisation(comparison, fastest),
+        *rounds_figures(comparison, fastest),
     ]
-    figures += _utilisation(comparison, fastest)
-    if comparison.ceiling_speed_up is not None and comparison.ceiling is not None:
-        figures.append(Figure("ceiling", f"{comparison.ceiling_speed_up:.2f}x", comparison.ceiling.how))
-    blocks: list[Block] = [Figures(tuple(figures)), _measured_bars(comparison), _measured_table(comparison)]
+    blocks: list[Block] = [Figures(tuple(figures)), *rounds_blocks(comparison)]
     measured = [row for row in comparison.systems if row.steps]
-    if measured:
-        blocks.append(_systems_table(comparison, measured))
-    remarks = [f"{row.name} was not run: {row.refused}" for row in comparison.systems if row.refused]
-    if comparison.ceiling is not None:
-        remarks.append(_sentence(ceiling_text(comparison)))
-    blocks += [Points(tuple(remarks))] if remarks else []
-    plans = tuple(f"{row.name}: {verdict(row.plan)}" for row in comparison.plans)
-    sections = [Section("Comparison", tuple(blocks)), Section("Plans", (Points(plans),))]
+    sections = [Section("Comparison", tuple(blocks)), Section("Plans", (Points(tuple(plan_lines(comparison))),))]
     where = comparison.measured_on or ", ".join(comparison.devices)
     sections.append(_environment(f"Measured on {where}.", command))
     return Report(
         f"{count(len(comparison.rows) + len(measured), 'way', 'ways')} to run a {step} of "
         f"{count(comparison.batch_size, 'sample')} on {', '.join(comparison.devices)}",
-        _sentence(verdict_text(comparison)),
+        sentence(verdict_text(comparison)),
         tuple(sections),
         ("measured", count(rounds, "round"), *(("the machine was busy",) if comparison.disturbed else ())),
     )
@@ -192,80 +181,3 @@ def _utilisation(comparison: Comparison, fastest: Row) -> Iterator[Figure]:
     rate = f"{flops_text(work.flops / fastest.measured / len(comparison.devices))} a device"
     why = "" if share is not None else f"{no_data_sheet(comparison.device_kinds)}; "
     yield Figure("its model FLOPs utilisation", "unknown" if share is None else utilisation_text(share), f"{why}{rate}")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
-
-
-def _interval_text(interval: Interval) -> str:
-    return f"{seconds_text(interval.low)} to {seconds_text(interval.high)}"
-
-
-def _measured_table(comparison: Comparison) -> Table:
-    rows = tuple(
-        (
-            row.name,
-            row.plan.places,
-            seconds_text(row.measured),
-            _interval_text(row.interval),
-            "-" if row.predicted is None else seconds_text(row.predicted),
-            "-" if row.error is None else percent(row.error, "+"),
-            f"{comparison.speed_up(row):.2f}x",
-            largest_text(row.predicted_memory.values()),
-            largest_text(row.measured_memory.values()),
-        )
-        for row in comparison.rows
-    )
-    columns = (
-        *("plan", "devices", "median step", "interval", "predicted", "error", "speed-up"),
-        *("peak predicted", "peak measured"),
-    )
-    caption = (
-        "Plans. Intervals are those of the median, by bootstrap over the steps. Error: predicted / measured - 1. Peaks "
-        "are those of the fullest device, without optimizer state."
-    )
-    return Table(caption, columns, rows, words=2)
-
-
-def _systems_table(comparison: Comparison, measured: Sequence[SystemRow]) -> Table:
-    rows = []
-    for row in measured:
-        seconds, interval = row.measured, row.interval
-        assert seconds is not None
-        assert interval is not None
-        gain = f"{comparison.single.measured / seconds:.2f}x"
-        rows.append((row.name, row.how, seconds_text(seconds), _interval_text(interval), gain))
-    columns = ("system", "how", "median step", "interval", "speed-up")
-    return Table("Other systems, in the same rounds", columns, tuple(rows), words=2)
-
-
-def _measured_bars(comparison: Comparison) -> Bars:
-    """A bar with its interval for each median, one for each prediction, and a line at the ceiling."""
-    ceiling = None if comparison.ceiling is None else comparison.ceiling.measured
-    systems = [row for row in (*comparison.systems, comparison.ceiling) if row is not None and row.steps]
-    every: list[Row | SystemRow] = [*comparison.rows, *systems]
-    ends = [interval.high for row in every if (interval := row.interval) is not None]
-    longest = max([*ends, *(row.predicted or 0.0 for row in comparison.rows)]) or 1.0
-    limit = None if ceiling is None else ceiling / longest
-    bars = [bar for row in comparison.rows for bar in _pair(row, longest, limit)]
-    bars += [bar for row in systems for bar in _pair(row, longest, limit)]
-    description = "A bar for the median of measured steps, with its interval, and one for the prediction."
-    name = "" if ceiling is None else "ceiling: independent processes"
-    return Bars("Steps: medians with their intervals, and predictions", description, _TIMES, tuple(bars), name)
-
-
-def _pair(row: Row | SystemRow, longest: float, limit: float | None) -> list[Bar]:
-    measured, interval = row.measured, row.interval
-    assert measured is not None
-    assert interval is not None
-    text = seconds_text(measured)
-    ends = interval.low / longest, interval.high / longest
-    name = f"{row.name}, measured" if isinstance(row, Row) else row.name
-    bars = [
-        Bar(name, f"{text} ({_interval_text(interval)})", (Part(_TIMES[0], measured / longest, text),), limit, ends)
-    ]
-    if isinstance(row, Row) and row.predicted is not None:
-        text = seconds_text(row.predicted)
-        bars.append(Bar(f"{row.name}, predicted", text, (Part(_TIMES[1], row.predicted / longest, text),), limit))
-    return bars

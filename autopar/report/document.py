@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autopar.errors.names import with_checked_names
 from autopar.plan.display import traced
-from autopar.plan.files import write_whole
+from autopar.plan.files import PAGE, TRACE, check_ending, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -254,23 +255,27 @@ class Report:
         return replace(self, sections=tuple(sections[title] for title in titles))
 
     def save(self, path: str | Path) -> Path:
-        """Write one self-contained HTML file; returns its path. Raises OSError."""
+        """Write one self-contained HTML file; returns its path.
+
+        Raises InputError for a name with another ending than .html or .htm, and OSError.
+        """
         from autopar.report.html.page import page
 
-        path = Path(path)
+        path = check_ending(path, PAGE)
         write_whole(path, page(self))
         return path
 
+    @with_checked_names
     def trace(self, path: str | Path, rank: int | None = None) -> None:
         """Write the predicted step and the measured one as one Chrome trace, for Perfetto; compressed if the name ends
         in .gz. Processes of a rank follow each other: predicted, measured.
 
         `rank`: the events of one rank, as Holistic Trace Analysis reads them: measured ones if there are some.
 
-        Raises InputError for a report without a step (of a comparison or a profile of costs) and a rank that there is
-        not; OSError.
+        Raises InputError for a report without a step (of a comparison or a profile of costs), a rank that there is
+        not, and a name with another ending than .json or .gz; OSError.
         """
-        traced(self, Path(path), rank)
+        traced(self, check_ending(path, TRACE), rank)
 
     def _repr_html_(self) -> str:
         from autopar.report.html.page import fragment

@@ -86,7 +86,7 @@ def write(path: Path, events: list[TraceEvent], name: str, world_size: int, rank
         "traceEvents": events,
     }
     text = json.dumps(trace, allow_nan=False)
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         path.write_bytes(gzip.compress(text.encode(), mtime=0))  # equal traces are equal files
     else:
         path.write_text(text)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import InputError
+from autopar.errors.names import with_checked_names
 from autopar.runtime.ranks.faults.watcher import watched
 from autopar.runtime.ranks.gradients.apart_gradients import incomplete
 from autopar.runtime.ranks.module import RankedModule
@@ -30,6 +31,7 @@ _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _WAITING = -1.0  # in the place of a rank's norm: its gradients of accumulate() are not added up yet
 
 
+@with_checked_names
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,

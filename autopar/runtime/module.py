@@ -16,7 +16,7 @@ from autopar.analysis.example import Example, LossFunction
 from autopar.analysis.own_loss import own_loss
 from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError, warn
-from autopar.errors.names import check_names
+from autopar.errors.names import with_checked_names
 from autopar.plan.display import printable, reported
 from autopar.plan.plan import Plan
 from autopar.plan.plan_report import ReportKeywords
@@ -174,10 +174,10 @@ class PipelinedModule(Pipelined, nn.Module):
         head = f"plan of {plan.places}, {plan.schedule}" if plan is not None else f"no plan yet: {PLAN_COMES}"
         return f"{PipelinedModule.__name__}({printable(head)})\n{self.unwrap()!r}"
 
+    @with_checked_names
     def report(self, **wanted: Unpack[ReportKeywords]) -> Report:
         """The plan in force as a `Report`, with the last profiled step beside its prediction. `wanted`: as for
         `Plan.report`. Raises InputError for other names, and values that do not fit."""
-        check_names("report", ReportKeywords, wanted)
         # A plain call of `reported` would look for reports on the model's class.
         made: Report = reported.dispatch(PipelinedModule)(self, **wanted)
         return made

@@ -6,7 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from autopar.errors.names import with_checked_names
 from autopar.plan.display import shown, traced
+from autopar.plan.files import TRACE, check_ending
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ class StepProfile:
     def __str__(self) -> str:
         return shown(self)
 
+    @with_checked_names
     def trace(self, path: str | Path, rank: int | None = None) -> None:
         """Write the step as a Chrome trace, as `Plan.trace` does for a predicted one; ranks are devices by their stage.
 
-        Raises InputError for a rank that there is not; OSError.
+        Raises InputError for a rank that there is not, and a name that ends in neither .json nor .gz; OSError.
         """
-        traced(self, Path(path), rank)
+        traced(self, check_ending(path, TRACE), rank)
 
     def to_json(self) -> str:
         """All fields and the error; times in seconds."""

@@ -11,7 +11,9 @@ import sqlite3
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -31,6 +33,33 @@ MAX_AGE_DAYS = 30.0
 variable AUTOPAR_CACHE_DAYS overrides it; "inf" keeps measurements for ever."""
 
 T = TypeVar("T")
+
+_Unusable = dict[str, Exception]  # by key, why its value cannot be used
+_counted: ContextVar[_Unusable | None] = ContextVar("counted", default=None)
+
+
+@contextmanager
+def unusable_values_counted() -> Iterator[None]:
+    """Inside, caches say nothing of values that they cannot use; one message at the end has their number.
+
+    Contexts nest: the outermost one counts, so that a call that opens several caches says it once.
+    """
+    if _counted.get() is not None:
+        yield
+        return
+    unusable: _Unusable = {}
+    token = _counted.set(unusable)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+        _say_unusable(unusable)
+
+
+def _say_unusable(unusable: _Unusable) -> None:
+    if unusable:
+        what = "a cached measurement is" if len(unusable) == 1 else f"{len(unusable)} cached measurements are"
+        log.warning("%s unusable and will be repeated: %s", what, next(iter(unusable.values())))
 
 
 def _unchanged(value: Any) -> Any:
@@ -100,6 +129,8 @@ class MeasurementCache:
         if self.path == Path(":memory:"):
             self.path = None
         self._lock = threading.Lock()
+        self._counted_outside = _counted.get()
+        self._unusable: _Unusable = {} if self._counted_outside is None else self._counted_outside
         try:
             self._connection = _connect(self.path)
         except (OSError, sqlite3.Error) as error:
@@ -125,7 +156,7 @@ class MeasurementCache:
             try:
                 values[key] = parse(json.loads(text))
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                log.warning("a cached measurement is unusable and will be repeated: %s", error)
+                self._unusable[key] = error
         return values
 
     def put(self, key: str, value: Any) -> None:
@@ -143,9 +174,12 @@ class MeasurementCache:
         self._write("DELETE FROM measurements", [()])
 
     def close(self) -> None:
-        """Close the file; the cache cannot be used afterwards."""
+        """Close the file, and say how many values could not be used; the cache cannot be used afterwards."""
         with self._lock:
             self._connection.close()
+        if self._counted_outside is None:
+            _say_unusable(self._unusable)
+            self._unusable = {}
 
     def __enter__(self) -> Self:
         return self

@@ -21,14 +21,14 @@ from autopar.runtime.other_systems.independent import CEILING
 from autopar.runtime.other_systems.processes import Processes
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
-from benchmarks import estimates, overhead, peer_models, peers, training, zoo
+from benchmarks import estimates, overhead, peer_models, peers, stamps, training, zoo
 from benchmarks.__main__ import main
 from benchmarks.bound import lower_bound
 from benchmarks.distributed_systems import STAGES, BenchmarkRank
 from benchmarks.kept import Kept
 from benchmarks.machine import machine_header
 from benchmarks.models import Workload
-from benchmarks.output import Report, Table, to_markdown
+from benchmarks.output import Report, Rounds, Table, to_markdown
 from benchmarks.peers import AUTOPAR, GLOO, GPIPE, GPIPE_WORKERS, Outcome
 from benchmarks.registry import BENCHMARKS
 from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Final, Grid, GridPlan, choose_cuts, summary
@@ -198,6 +198,27 @@ def test_overhead_has_a_time_and_a_ceiling_for_every_number_of_microbatches() ->
         assert {len(taken) for taken in rounds.seconds.values()} == {2}
     for layers, rounds in zip(overhead.LAYERS, result.rounds[:: len(counts)], strict=False):
         assert result.ceiling[layers][2] == pytest.approx(np.median(rounds.seconds[CEILING]))
+
+
+def test_what_stamps_cost_is_the_median_ratio_of_steps_of_one_round() -> None:
+    """A round that is slow as a whole says nothing."""
+    plain, stamped = (1.0, 5.0, 1.0, 1.0, 1.0), (1.01, 5.05, 1.01, 1.03, 0.9)
+    found = stamps.Stamps(Rounds("net", {stamps.PLAIN: plain, stamps.STAMPED: stamped, stamps.PROFILED: plain}))
+    assert found.ratio(stamps.STAMPED) == pytest.approx(1.01)
+    assert found.interval(stamps.STAMPED).low < 1.01 < found.interval(stamps.STAMPED).high
+    rows = {row[0]: row[2:] for row in found.table().rows}
+    assert rows[stamps.PLAIN] == ("", "")
+    assert rows[stamps.STAMPED][0] == "+1.00%"
+    assert rows[stamps.PROFILED] == ("+0.00%", "+0.00% to +0.00%")
+
+
+@pytest.mark.slow
+def test_stamps_are_measured_on_steps_of_one_model_in_turn() -> None:
+    found = stamps.measure_stamps(True, 2, Kept())
+    assert {name: len(taken) for name, taken in found.rounds.seconds.items()} == dict.fromkeys(
+        (stamps.PLAIN, stamps.STAMPED, stamps.PROFILED), 2
+    )
+    assert found.data()[stamps.STAMPED]["ratio"] > 0
 
 
 @pytest.mark.slow

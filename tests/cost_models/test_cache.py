@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.errors import each_warning_once
 from cost_models import MeasurementCache, signature_key
 from cost_models.measuring import cache
 from cost_models.measuring.calibration import Calibration
@@ -378,6 +379,24 @@ def test_a_value_of_another_shape_counts_as_missing(path: Path, wrong: Any, pars
     with MeasurementCache(path) as store:
         store.put("key", wrong)
         assert store.get("key", parse) is None
+
+
+def test_unusable_values_are_said_once_with_their_number(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def read_twice() -> None:
+        for _ in range(2):
+            with MeasurementCache(path) as store:
+                for key in ("a", "b", "c"):
+                    assert store.get(key, Calibration.from_json) is None
+
+    with MeasurementCache(path) as store:
+        store.put_many({"a": 1, "b": 2, "c": 3})
+    read_twice()
+    assert len(caplog.messages) == 2, "one message a cache"
+    caplog.clear()
+    with each_warning_once(set()):  # as in a call that opens several
+        read_twice()
+    (message,) = caplog.messages
+    assert message.startswith("3 cached measurements are unusable and will be repeated: ")
 
 
 def test_times_that_are_none_count_as_missing(path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -376,3 +378,26 @@ def test_a_measured_step_without_predictions_says_that_nothing_was_predicted() -
     ):
         assert part in text
     assert "400 ms of the measured step are outside of these actions" in text
+
+
+@pytest.mark.parametrize("name", ["r.pdf", "r.json", "r.html.txt"])
+def test_a_page_is_no_file_of_another_kind(name: str, tmp_path: Path) -> None:
+    message = rf"{name}: a report is a page in HTML; give a name that ends in .html or .htm"
+    with pytest.raises(InputError, match=message):
+        priced().report().save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    for right in ("r.html", "R.HTM", "report"):
+        assert priced().report().save(tmp_path / right).read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t.pickle", "t.json.zip"])
+def test_a_trace_is_no_file_of_another_kind(name: str, tmp_path: Path) -> None:
+    plan = priced()
+    for write in (plan.trace, plan.report().trace):
+        with pytest.raises(InputError, match=f"{name}: a trace is JSON, .* ends in .json, .json.gz or .gz"):
+            write(tmp_path / name)
+    with pytest.raises(InputError, match=r"m.txt: a snapshot of memory is a pickle; give .* .pickle or .pkl"):
+        plan.memory_snapshot(tmp_path / "m.txt")
+    assert not list(tmp_path.iterdir())
+    plan.trace(tmp_path / "T.JSON.GZ")
+    assert json.loads(gzip.decompress((tmp_path / "T.JSON.GZ").read_bytes()))["traceEvents"]

@@ -17,6 +17,7 @@ import autopar
 from autopar import Cluster, Comparison, InputError, Plan, PlanError
 from autopar.report.tables import WIDTH
 from autopar.runtime.memory_watch import MemoryWatch
+from autopar.runtime.other_systems.catalogue import check_systems
 from cost_models import parse_devices
 from cost_models.hardware.devices import operator_threads
 
@@ -256,6 +257,30 @@ def test_a_comparison_without_plans_has_the_rows_of_other_systems() -> None:
     assert str(compared.report())
     with pytest.raises(KeyError, match="there is no plan 'auto'; no plan was compared"):
         compared["auto"]
+
+
+def test_a_plan_under_two_names_runs_once_and_plans_by_hand_say_what_they_are(capsys: Any) -> None:
+    both = Plan.from_split({"": 0}, n_microbatches=2, schedule="gpipe", devices=[["cpu:0", "cpu:1"]])
+    listed = Plan.from_split({"body": 0, "head": 0}, n_microbatches=2, devices=[["cpu:0", "cpu:1"]])
+    call = {"example_args": (torch.randn(4, 6),), "repeats": 1, "cache": False}
+    found = autopar.compare(Choosing(), "cpu,cpu", {"both": both, "listed": listed}, **call)
+    assert [row.name for row in found.plans] == ["both"]
+    assert found.same == {"listed": "both"}
+    assert (found["listed"].name, found["listed"].steps) == ("listed", found["both"].steps)
+    assert json.loads(found.to_json())["same"] == {"listed": "both"}
+    for text in (str(found), str(found.report())):
+        words = " ".join(text.split())
+        assert "listed: the same plan as both, which ran for both" in words
+        assert "both: Data parallel 2" in words
+        assert "made by hand. Its data parallelism: each replica is a thread of this process" in words
+
+
+def test_names_of_systems_may_be_in_small_letters_and_bad_ones_are_refused_with_the_near_one() -> None:
+    assert check_systems(["ddp", "pipelining:1f1b", "PIPELINING:gpipe"]) == (
+        *("DDP", "pipelining:1F1B", "pipelining:GPipe"),
+    )
+    with pytest.raises(InputError, match="there is no system 'pipelining:1f1'; did you mean 'pipelining:"):
+        check_systems(["plain", "pipelining:1f1"])
 
 
 class _SaysThreads(nn.Linear):

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from autopar.errors import InputError
+from autopar.errors.names import with_checked_names
 from autopar.plan.display import snapshotted, traced
 from autopar.plan.exits import accelerate, deepspeed, megatron, schedule_csv, torchtitan
 from autopar.plan.exits.configuration import ToolConfiguration
 from autopar.plan.exits.tools import degrees_for
+from autopar.plan.files import SNAPSHOT, TRACE, check_ending
 from cost_models import Cluster
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class PlanExits:
         """The plan's schedule as the CSV that torch.distributed.pipelining reads."""
         return schedule_csv.configuration_of(cast("Plan", self))
 
+    @with_checked_names
     def trace(self, path: str | Path, rank: int | None = None) -> None:
         """Write the predicted step as a Chrome trace, which Perfetto shows (compressed, if the name ends in .gz).
 
@@ -53,10 +56,12 @@ class PlanExits:
             rank: only the events of the slot that this rank drives, as Holistic Trace Analysis reads one file a rank.
 
         Raises:
-            InputError: the plan has no predictions, or the rank drives no slot. OSError: the file cannot be written.
+            InputError: the plan has no predictions, the rank drives no slot, or the name ends in neither .json nor .gz.
+            OSError: the file cannot be written.
         """
-        traced(self, Path(path), rank)
+        traced(self, check_ending(path, TRACE), rank)
 
+    @with_checked_names
     def memory_snapshot(self, path: str | Path) -> None:
         """Write the predicted memory over one step as a snapshot that PyTorch's memory_viz opens.
 
@@ -66,11 +71,13 @@ class PlanExits:
         micro-batches as a mesh, the first one is shown.
 
         Raises:
-            InputError: the plan has no predictions. OSError: the file cannot be written.
+            InputError: the plan has no predictions, or the name ends in neither .pickle nor .pkl. OSError: the file
+            cannot be written.
         """
-        snapshotted(self, Path(path))
+        snapshotted(self, check_ending(path, SNAPSHOT))
 
     @classmethod
+    @with_checked_names
     def from_configuration(cls, model: nn.Module, devices: Any, tool: str, source: Any, **call: Any) -> Plan:
         """The plan by hand that a configuration of another tool describes, and its price.
 

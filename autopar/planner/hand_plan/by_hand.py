@@ -21,6 +21,7 @@ from autopar.hints.module_paths import nearest
 from autopar.options import PlanOptions
 from autopar.plan.degrees import Degrees
 from autopar.plan.fingerprint import fingerprint
+from autopar.plan.made_by_hand import BY_HAND
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import RECOMPUTE
 from autopar.plan.stage import Stage
@@ -88,7 +89,7 @@ def plan_by_hand(
         configurations, not_followed = (), ()
     priced = predict(costs, plan, stage_of, search.conditions, configurations)
     estimated = f"estimated from the data sheets of {cluster.title}, not measured"
-    notes = (f"by hand: {_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), estimated)
+    notes = (f"{BY_HAND}{_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), estimated)
     return replace(
         priced,
         split=(),

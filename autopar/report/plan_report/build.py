@@ -8,6 +8,7 @@ from autopar.costs.history import costs_of
 from autopar.plan.display import reported
 from autopar.plan.plan import Plan
 from autopar.report.document import Report, Section
+from autopar.report.measured_rounds import rounds_section
 from autopar.report.plan_report.alternatives import runners_up, sensitivity
 from autopar.report.plan_report.communication import communication
 from autopar.report.plan_report.environment import environment
@@ -38,6 +39,8 @@ def plan_report(subject: Subject) -> Report:
     step = "training step" if plan.training else "forward pass"
     title = f"Plan of a {step} on {count(subject.n_devices, 'device')}" + (f": {kinds}" if kinds else "")
     sections = [make(subject) for make in _SECTIONS]
+    if subject.comparison is not None:
+        sections.insert(1, rounds_section(subject.comparison))
     steps = (plan,) if subject.profile is None else (plan, subject.profile)
     return Report(title, verdict(plan), tuple(sections), tuple(_notes(subject)), steps)
 

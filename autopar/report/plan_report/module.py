@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from autopar.plan.display import reported
@@ -9,6 +10,7 @@ from autopar.plan.plan import Plan
 from autopar.report.document import Paragraph, Report, Section
 from autopar.report.plan_report.build import plan_report
 from autopar.report.plan_report.subject import ReportOptions, Subject
+from autopar.runtime.comparing.comparison import Comparison
 from autopar.runtime.module import PLAN_COMES, PipelinedModule
 from autopar.runtime.step_profile import StepProfile
 
@@ -22,8 +24,20 @@ def module_report(module: PipelinedModule, **wanted: Any) -> Report:
         return Report(
             f"A pipelined {type(module.unwrap()).__name__}", text, (Section("At a glance", (Paragraph(text),)),)
         )
+    return plan_report(_subject(module, plan, checked))
+
+
+def compared_report(module: PipelinedModule, comparison: Comparison, name: str, command: str) -> Report:
+    """The same for the plan `name` of a comparison, which the module runs: the step time is the median of the rounds,
+    beside the plain model and the other rows."""
+    assert module.plan is not None, "it was compared"
+    subject = _subject(module, module.plan, ReportOptions(command=command))
+    return plan_report(replace(subject, comparison=comparison, row=comparison[name]))
+
+
+def _subject(module: PipelinedModule, plan: Plan, wanted: ReportOptions) -> Subject:
     profile = module.last_profile if _follows(module.last_profile, plan) else None
-    return plan_report(Subject(plan, profile, checked, module.code_text, tuple(module.stages)))
+    return Subject(plan, profile, wanted, module.code_text, tuple(module.stages))
 
 
 def _follows(profile: StepProfile | None, plan: Plan) -> bool:

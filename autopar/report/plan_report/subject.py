@@ -18,6 +18,7 @@ from autopar.planner.device_memory import DeviceMemory, device_memory
 from autopar.planner.explain import Explanation, own_explanation
 from autopar.planner.other_networks import network_sensitivity
 from autopar.planner.predicted_step import PredictedStep, step_of_plan
+from autopar.runtime.comparing.comparison import Comparison, Row
 from autopar.runtime.step_profile import StepProfile
 from autopar.schedule.timeline import Timeline
 
@@ -48,13 +49,15 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class Subject:
-    """A plan, its step, and a measured step where there is one."""
+    """A plan, its step, and measured steps where there are some."""
 
     plan: Plan
     profile: StepProfile | None = None
     wanted: ReportOptions = ReportOptions()
     code: str = ""  # how the code of its stages runs, where they are built
     modules: Sequence[fx.GraphModule] = ()  # of every stage, where they are built
+    comparison: Comparison | None = None  # in whose rounds the plan took its turns
+    row: Row | None = None  # the plan's steps in these rounds
 
     @cached_property
     def step(self) -> PredictedStep | None:
@@ -87,9 +90,24 @@ class Subject:
         return network_sensitivity(self.plan) if self.wanted.search else ()
 
     @property
+    def profiled_step(self) -> StepProfile | None:
+        """The profiled step, where the report's step time is that of this one step."""
+        return self.profile if self.row is None else None
+
+    @property
     def measured(self) -> float | None:
-        """Seconds of a measured step: the last profiled one, or the median of those that tuned the plan."""
-        return self.profile.seconds if self.profile is not None else self.plan.measured_step_time
+        """Seconds of a measured step: the median of the comparison's rounds, the last profiled one, or the median of
+        those that tuned the plan."""
+        if self.row is not None:
+            return self.row.measured
+        one = self.profiled_step
+        return one.seconds if one is not None else self.plan.measured_step_time
+
+    @property
+    def predicted(self) -> float | None:
+        """Seconds of the step that `step_time` is for, as predicted."""
+        one = self.profiled_step
+        return one.predicted if one is not None else self.plan.predicted_step_time
 
     @property
     def step_time(self) -> float | None:
@@ -99,7 +117,8 @@ class Subject:
     @property
     def samples(self) -> int | None:
         """Of the step that `step_time` is for."""
-        return self.profile.batch_size if self.profile is not None else self.plan.batch_size
+        one = self.profiled_step
+        return one.batch_size if one is not None else self.plan.batch_size
 
     @property
     def tokens(self) -> int | None:

@@ -10,6 +10,7 @@ from autopar.planner.device_memory import OWNERS, DeviceMemory
 from autopar.planner.explain import PER_HALF
 from autopar.report.document import Bar, Bars, Block, Figure, Figures, Fold, Heading, Paragraph, Part, Points, Section
 from autopar.report.explain import bottleneck_text
+from autopar.report.measured_rounds import median_of, rounds_figures
 from autopar.report.plan_report.how_good import how_good
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import (
@@ -64,7 +65,9 @@ def _figures(subject: Subject) -> Iterator[Figure]:
     yield _utilisation(subject, step)
     yield _memory(subject)
     yield from _duration(subject, step)
-    if plan.single_device_time is not None and plan.predicted_step_time and subject.n_devices > 1:
+    if subject.row is not None and subject.comparison is not None:
+        yield from rounds_figures(subject.comparison, subject.row)
+    elif plan.single_device_time is not None and plan.predicted_step_time and subject.n_devices > 1:
         speed_up = plan.single_device_time / plan.predicted_step_time
         note = f"predicted: a step takes {seconds_text(plan.single_device_time)} there"
         yield Figure("speed-up over one device", f"{digits(speed_up)}x", note)
@@ -79,16 +82,16 @@ def _slower(subject: Subject) -> Iterator[Block]:
 
 
 def _step_note(subject: Subject) -> str:
-    plan, profile = subject.plan, subject.profile
     if subject.step_time is None:
         return "not predicted"
     size = count(subject.samples, "sample") if subject.samples else ""
     if subject.measured is None:
         return f"predicted, {size}" if size else "predicted"
-    predicted = profile.predicted if profile is not None else plan.predicted_step_time
-    if predicted is None:
-        return f"measured, {size}"
-    return f"measured, {size}; predicted {seconds_text(predicted)} ({percent(predicted / subject.measured - 1, '+')})"
+    measured = "measured" if subject.row is None else median_of(subject.row)
+    if subject.predicted is None:
+        return f"{measured}, {size}"
+    error = percent(subject.predicted / subject.measured - 1, "+")
+    return f"{measured}, {size}; predicted {seconds_text(subject.predicted)} ({error})"
 
 
 def _throughput(subject: Subject, step: float) -> Figure:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from autopar.planner.communication import exposed_communication
 from autopar.planner.pass_collectives import PassCollectives
 from autopar.report.document import Block, Code, Fold, Paragraph, Section, Span, Table, TimelineLane, TimelineLanes
+from autopar.report.measured_rounds import median_of
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import count, percent, seconds_text, ticks
 from autopar.report.tables import paragraph
@@ -60,13 +61,23 @@ def timeline(subject: Subject) -> Section:
         text = "Nothing was measured. A step with train_step(..., profile=True) is drawn below the prediction."
         words.append(Paragraph(text))
     else:
-        words += map(Paragraph, _outside(profile))
+        words += map(Paragraph, (*_one_of_many(subject, profile), *_outside(profile)))
     blocks: list[Block] = [drawing, *_as_table(lanes, end), *words]
     shown: list[object] = [drawing, *words]  # on a terminal
     if profile is not None:
         blocks.append(_stages_table(profile))
         shown.append(profile)
     return Section(title, tuple(blocks), tuple(shown))
+
+
+def _one_of_many(subject: Subject, profile: StepProfile) -> Iterator[str]:
+    """How the step that is drawn differs from the report's step time."""
+    if subject.row is not None:
+        yield (
+            f"The measured step that is drawn is a single one, with its actions timed: it took "
+            f"{seconds_text(profile.seconds)}. The step time is the {median_of(subject.row)}: "
+            f"{seconds_text(subject.row.measured)}."
+        )
 
 
 def _outside(profile: StepProfile) -> Iterator[str]:

@@ -17,6 +17,7 @@ from autopar.costs.history import Record, remember
 from autopar.costs.measured import measure_costs, with_shards
 from autopar.costs.model_flops import step_work_at_hand
 from autopar.options import PlanOptions
+from autopar.plan.diff import repeated_plans
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_width, plan_as_sharded
@@ -97,12 +98,15 @@ def _run_comparison(
 ) -> Comparison:
     """Predict and measure every plan (None: the plan of the search) and the plain model on the first device.
 
-    Copies of the model run, so that the user's stays as it is (`contestants`). `repeats`: steps of each plan that
+    Of plans that do the same, the first runs. Copies of the model run, so that the user's stays as it is
+    (`contestants`). `repeats`: steps of each plan that
     count. `meshes`: that stages of the searched plan may have. `record`: every row goes into the history of
     predictions. `systems`: names of other systems that take turns with the plans, with `n_microbatches`.
     """
     devices, example = costs.devices, call.example
-    ready_plans = priced(plans, example, costs, options, meshes)
+    named = priced(plans, example, costs, options, meshes)
+    same = repeated_plans(named)
+    ready_plans = {name: plan for name, plan in named.items() if name not in same}
     alone = Plan((Stage((devices[0].name,)),), n_microbatches=1)
     plain = predict_plan(alone, example, costs, options.conditions)
     callers, measured_on = torch.get_num_threads(), _this_machine(devices)
@@ -135,6 +139,7 @@ def _run_comparison(
         measured_on,
         step_work_at_hand(example, devices),
         tuple(device.kind for device in devices),
+        same,
     )
 
 

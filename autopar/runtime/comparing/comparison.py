@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -109,17 +109,20 @@ class Comparison(Result):
     measured_on: str = ""  # devices, versions, date, and how busy the machine was before
     work: StepWork | None = None  # FLOPs and tokens of a step
     device_kinds: tuple[str, ...] = ()  # of `devices`
+    same: Mapping[str, str] = field(default_factory=dict)  # names of plans that did not run: the same plan's name
 
     @property
     def rows(self) -> tuple[Row, ...]:
         return (self.single, *self.plans)
 
     def __getitem__(self, name: str) -> Row:
-        """The row of a plan. Raises KeyError for an unknown name."""
+        """The row of a plan; of one that is the same as another, the other's steps. Raises KeyError for an unknown
+        name."""
         for row in self.plans:
-            if row.name == name:
-                return row
-        known = f"known are {', '.join(row.name for row in self.plans)}" if self.plans else "no plan was compared"
+            if row.name == self.same.get(name, name):
+                return replace(row, name=name)
+        names = ", ".join([*(row.name for row in self.plans), *self.same])
+        known = f"known are {names}" if self.plans else "no plan was compared"
         raise KeyError(f"there is no plan {name!r}; {known}")
 
     def speed_up(self, row: Row) -> float:
@@ -169,6 +172,7 @@ class Comparison(Result):
             "measured_on": self.measured_on,
             "work": None if self.work is None else asdict(self.work),
             "rows": [self._as_json(row) for row in self.rows],
+            "same": dict(self.same),
             "systems": [_system_as_json(row) for row in self.systems],
             "ceiling": None if self.ceiling is None else _system_as_json(self.ceiling),
             "ceiling_speed_up": self.ceiling_speed_up,

@@ -59,17 +59,24 @@ class OtherSystems:
 
 
 def check_systems(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each once. Raises InputError for a name that is none, or a package that is not installed."""
+    """The names as `SYSTEMS` has them, each once; they may be given in capital or small letters.
+
+    Raises InputError for a name that is none, or a package that is not installed.
+    """
     if isinstance(names, str):
         raise InputError(f"systems must be a list of names, got the text {names!r}; give [{names!r}]")
-    for name in names:
-        if name not in SYSTEMS:
-            hint = similar(str(name), SYSTEMS, most=1, alike=0.5) or f"known are {', '.join(SYSTEMS)}"
-            raise InputError(f"systems: there is no system {name!r}; {hint}")
+    known = {name.lower(): name for name in SYSTEMS}
+    found = []
+    for given in names:
+        name = known.get(str(given).lower())
+        if name is None:
+            hint = similar(str(given), SYSTEMS, most=1, alike=0.5) or f"known are {', '.join(SYSTEMS)}"
+            raise InputError(f"systems: there is no system {given!r}; {hint}")
         package, extra = _EXTRAS.get(name, ("torch", ""))
         if importlib.util.find_spec(package) is None:
             raise InputError(f'system {name!r} needs the package {package}: pip install "autopar[{extra}]"')
-    return tuple(dict.fromkeys(names))
+        found.append(name)
+    return tuple(dict.fromkeys(found))
 
 
 @contextmanager

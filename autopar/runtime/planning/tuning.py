@@ -7,9 +7,12 @@ candidates    the user's plans, beside either
 A B C D   A B C D   A B C D  ...
 warm up | these steps count
 
+That is one pass. Where its rounds disagree or its steps cannot be true, as on a busy machine, up to two more passes
+follow, and the undisturbed rounds of all count (`steady_steps`). Steps that still cannot be true are not followed,
+remembered or scaled with (`disturbance.py`).
+
 Where the caller has set other threads than a worker has, the plain model also runs on a worker's: predictions, and what
-"one device" means, are for those. Steps that cannot be true are not followed, remembered or scaled with
-(`disturbance.py`).
+"one device" means, are for those.
 """
 
 from __future__ import annotations
@@ -57,10 +60,11 @@ from cost_models.hardware.devices import available_memory, find_device
 
 log = logging.getLogger(__name__)
 
-_STEPS = 5  # of every plan, after one that warms up
-_LEAST_SECONDS = 0.05  # that every plan runs with tune="auto": shorter steps vary more
-# tune="auto" takes no longer than this share of the seconds of measuring operators and searching, or than this many
-# seconds if that is more; but of every plan one step counts.
+_STEPS = 5  # of every plan in a pass with tune=n, after one that warms up
+_LEAST_SECONDS = 0.05  # that every plan runs in a pass with tune="auto": shorter steps vary more
+# With tune="auto", a pass begins no round after this share of the seconds that measuring operators and searching took,
+# or after this many seconds if that is more, the warm-up included. It still has one round that counts, and copies of
+# the model are made before it. So steps take about that at most on a quiet machine, and three times that on a busy one.
 _SHARE = 0.5
 _BUDGET = 0.3
 _RULES = 2  # for what is believed; steps that others let pass are not read

@@ -134,7 +134,7 @@ class CallAgreement:
         """Every rank's numbers, by rank, once all agree on what they changed of the model. Raises InputError on all
         ranks where they do not."""
         n = len(numbers)
-        found = self._world.gathered_numbers([*numbers, *self._changes.numbers()])
+        found = self._world.announced("a call of the module", [*numbers, *self._changes.numbers()])
         self._changes.agree([theirs[n:] for theirs in found])
         return [theirs[:n] for theirs in found]
 

@@ -71,7 +71,7 @@ def load(
     """
     check_model_and_optimizer(model, optimizer)
     wait_for_saving()
-    team = participants()
+    team = participants("load")
     folder = choose(team, directory, step, required=required)
     if folder is None:
         return None

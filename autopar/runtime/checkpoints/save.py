@@ -167,7 +167,7 @@ def _collected(
     asynchronous: bool,
 ) -> _Writing:
     """What this rank writes, and an empty directory to write it to. Collective."""
-    team, failed = participants(), f"{saving.path} cannot be saved"
+    team, failed = participants("save"), f"{saving.path} cannot be saved"
     _check_same_call(team, saving)
     entries: dict[str, Any] = {}
 

@@ -12,9 +12,9 @@ from rank_faults import (
     caught_on_all_ranks,
     caught_on_one_rank,
     interrupted_while_waiting,
-    saved_on_one_rank,
     through_a_day,
     train,
+    waits_apart,
 )
 from rank_pool import RankPool
 
@@ -146,11 +146,11 @@ def test_an_interrupted_wait_ends_all_ranks(ranks: RankPool, tmp_path: Path) -> 
 
 
 def test_ranks_that_wait_in_different_calls_end(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.outcomes(saved_on_one_rank, 2, tmp_path, within=WITHIN)
+    found = ranks.outcomes(waits_apart, 2, tmp_path, within=WITHIN)
     assert not {"returned", "still runs"} & set(found)
     waits = [
-        "rank 0 failed in call 3, save: rank 1 is in another call 3, train_step, and both wait",
-        "rank 1 failed in call 3, train_step: rank 0 is in another call 3, save, and both wait",
+        "rank 0 failed in call 2, one: rank 1 is in another call 2, other, and both wait",
+        "rank 1 failed in call 2, other: rank 0 is in another call 2, one, and both wait",
     ]
     for text, outcome in zip(said(tmp_path, 2), found, strict=True):
         assert any(one in text + outcome for one in waits), (text, outcome)

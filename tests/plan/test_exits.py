@@ -163,12 +163,12 @@ def hand_plan(devices: list[tuple[str, ...]], m: int = 4, batch: int | None = 8,
     return Plan(stages, m, more.pop("schedule", "1f1b"), batch, **more)
 
 
-def on_mesh(layout: int, moves: bool) -> Plan:
+def on_mesh(layout: int, moves: bool, axis: str = "x", cut: int = 1) -> Plan:
     """A stage on two devices, whose parameter lies as `layout`, and whose result may be gathered."""
     key = "layers.0/linear#0"
-    strategies = ((key, OperatorPlacements(((1,),), ((1,),))),)
+    strategies = ((key, OperatorPlacements(((cut,),), ((cut,),))),)
     gathered = TensorRedistribution(key, "layers.0/add#0", Passage(((1,),)), Passage(((1,), (-1,))))
-    sharding = StageSharding((2,), ("x",), strategies, (("w", Stored((layout,), (layout,))),), (gathered,) * moves)
+    sharding = StageSharding((2,), (axis,), strategies, (("w", Stored((layout,), (layout,))),), (gathered,) * moves)
     return Plan((Stage(("a", "b"), (key,), sharding=sharding),), 1, "1f1b", 4)
 
 
@@ -187,6 +187,40 @@ def on_mesh(layout: int, moves: bool) -> Plan:
 def test_a_plan_without_degrees_is_refused(plan: Plan, why: str, tool: str) -> None:
     with pytest.raises(PlanError, match=why):
         configuration_for(plan, tool)
+
+
+def test_replicas_of_a_plan_by_hand_may_exchange_what_no_operator_cuts_by_samples() -> None:
+    """Attention that folds samples, experts that mix them: the degrees are those that the user gave."""
+    plan = on_mesh(-1, moves=True, axis="data")
+    found = degrees_in(plan, "a tool")
+    assert (found.data, found.tensor) == (2, 1)
+    assert any("replicas exchange 'layers.0/linear#0'" in one.why for one in plan.to_deepspeed().not_expressed)
+    sharding = plan.stages[0].sharding
+    assert sharding is not None
+    scattered = TensorRedistribution("layers.0/linear#0", "layers.0/add#0", Passage(((-2,), (1,))), Passage(((1,),)))
+    stage = replace(plan.stages[0], sharding=replace(sharding, redistributions=(scattered,)))
+    assert not degrees_in(replace(plan, stages=(stage,)), "a tool").sequence_parallel, "nothing cuts tensors"
+
+
+def test_a_stage_of_a_plan_by_hand_may_cut_nothing() -> None:
+    plan = on_mesh(-1, moves=False, axis="tensor", cut=-1)
+    found = degrees_in(plan, "a tool")
+    assert (found.data, found.tensor) == (1, 2)
+    lost = [one.why for one in plan.to_megatron_args().not_expressed]
+    assert any("devices along axis 'tensor' of stage 0 all do the same" in why for why in lost)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"data": 8}, {"tensor": 2, "zero": 1}, {"tensor": 2, "pipeline": 2}])
+def test_plans_by_hand_of_an_encoder_with_attention_of_torch_leave_with_their_degrees(degrees: dict[str, int]) -> None:
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        model, x = nn.TransformerEncoder(layer, 4), torch.empty(16, 8, 64)
+    plan = Plan.by_hand(model, Cluster.preset("8xH100"), **degrees, example_args=(x,))
+    found = plan.to_megatron_args()
+    assert found.settings["--tensor-model-parallel-size"] == str(degrees.get("tensor", 1))
+    assert found.settings["--pipeline-model-parallel-size"] == str(degrees.get("pipeline", 1))
+    assert any("replicas exchange" in one.why and "self_attn" in one.why for one in found.not_expressed)
 
 
 def mixed(n_samples: int, n_columns: int) -> Plan:

@@ -6,6 +6,10 @@ A mesh axis of a stage counts as
     tensor    parameters are read in parts along it
     data      as well where most operators cut samples (the first dimension), and few read a parameter in parts, such as
               the head of a vocabulary; what these do is named. Where both kinds are many, no degree describes the axis.
+
+The axes of a plan by hand are called what they are. Along its "data", replicas may exchange activations for operators
+that cannot cut samples (attention that folds them, experts that mix them), and along its "tensor" a stage may cut
+nothing. Both are named.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ KEEPS_LESS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.OPERATORS, Recomput
 _FIRST_DIMENSION = 0
 _MOST, _FEW = 0.75, 0.25  # shares of the operators that are cut along an axis
 _PRODUCTS = ("linear", "addmm", "mm", "matmul", "conv", "embedding")  # begin the names of operators
-_BY_HAND = "tensor"  # the axis of a plan by hand that cuts parameters; heads may be part of a first dimension there
+_TENSOR = "tensor"  # the axis of a plan by hand that cuts parameters; heads may be part of a first dimension there
+_DATA = "data"  # that of its replicas
 
 
 def degrees_in(plan: Plan, tool: str) -> Degrees:
@@ -145,19 +150,19 @@ def _unclear_axes(stage: Stage) -> list[str]:
     for axis, size in enumerate(sharding.mesh if sharding is not None else ()):
         assert sharding is not None
         name, in_parts = sharding.axes[axis], _read_in_parts(sharding, axis)
-        if in_parts and name != _BY_HAND and _is_mixed(sharding, axis, len(in_parts)):
+        if in_parts and name != _TENSOR and _is_mixed(sharding, axis, len(in_parts)):
             found.append(
                 f"along axis '{name}' of its mesh some operators cut samples, and others parameters ({few(in_parts)})"
             )
-        if size == 1 or in_parts:
+        if size == 1 or in_parts or _cuts_tensors(sharding, axis):
             continue
         moved = list(dict.fromkeys(_moved(sharding, axis)))
-        if moved:
+        if moved and name != _DATA:
             found.append(
                 f"devices along axis '{name}' of its mesh cut no parameter, but exchange {few(moved)}: they are "
                 "neither replicas nor tensor parallel (a sequence may be cut along it)"
             )
-        elif not any(p[axis] >= 0 for _, (_, outputs) in sharding.strategies for p in outputs):
+        elif not _cut_along(sharding, axis):
             found.append(f"devices along axis '{name}' of its mesh all do the same")
     return found
 
@@ -176,8 +181,8 @@ def _is_product(key: str) -> bool:
 
 def _cuts_tensors(sharding: StageSharding, axis: int) -> bool:
     """Whether an axis counts as one that cuts tensors."""
-    parts = bool(_read_in_parts(sharding, axis))
-    return parts and (sharding.axes[axis] == _BY_HAND or _samples_share(sharding, axis) <= _MOST)
+    in_parts, samples = bool(_read_in_parts(sharding, axis)), _samples_share(sharding, axis) > _MOST
+    return in_parts or not samples if sharding.axes[axis] == _TENSOR else in_parts and not samples
 
 
 def _samples_share(sharding: StageSharding, axis: int) -> float:
@@ -217,15 +222,16 @@ def _moved(sharding: StageSharding, axis: int) -> Iterator[str]:
 
 
 def _scatters_activations(sharding: StageSharding) -> bool:
-    """Whether sums over parts leave each device a part: reduce-scatters in place of all-reduces."""
+    """Whether sums over parts of tensors leave each device a part: reduce-scatters in place of all-reduces."""
+    tensor = [axis for axis in range(len(sharding.mesh)) if _cuts_tensors(sharding, axis)]
     return any(
-        before == PARTIAL and after >= 0
+        a[axis] == PARTIAL and b[axis] >= 0
+        for axis in tensor
         for one in sharding.redistributions
         if "/" in one.tensor
         for passage in (one.shared, one.own)
         for side in passage
         for a, b in itertools.pairwise(side)
-        for before, after in zip(a, b, strict=True)
     )
 
 
@@ -289,12 +295,40 @@ def _strategies(plan: Plan) -> Iterator[NotExpressed]:
         yield NotExpressed(
             "strategies", f"{few(list(dict.fromkeys(in_parts)))} are cut over replicas, which the tool keeps whole"
         )
+    yield from _by_hand_alone(plan)
     if samples:
         yield NotExpressed(
             "strategies",
             f"{few(samples)} are cut along their first dimension, the samples in most models, on devices that cut "
             "tensors; the tool cuts heads and columns",
         )
+
+
+def _by_hand_alone(plan: Plan) -> Iterator[NotExpressed]:
+    """What operators that cannot follow the degrees of a plan by hand do, and no tool does."""
+    moved: dict[str, None] = {}
+    for number, stage in enumerate(plan.stages):
+        if stage.sharding is None:
+            continue
+        for axis in replica_axes(stage.sharding):
+            moved |= dict.fromkeys(_moved(stage.sharding, axis))
+        cut = [axis for axis in range(len(stage.sharding.mesh)) if _cuts_tensors(stage.sharding, axis)]
+        if any(not _cut_along(stage.sharding, axis) for axis in cut):
+            yield NotExpressed(
+                "strategies",
+                f"devices along axis '{_TENSOR}' of stage {number} all do the same, as no operator there can be cut",
+            )
+    if moved:
+        yield NotExpressed(
+            "strategies",
+            f"replicas exchange {few(list(moved))} for operators that cannot cut samples; the tool's replicas compute "
+            "with samples of their own alone",
+        )
+
+
+def _cut_along(sharding: StageSharding, axis: int) -> bool:
+    """Whether an operator's result is in parts along an axis."""
+    return any(p[axis] >= 0 for _, (_, outputs) in sharding.strategies for p in outputs)
 
 
 def _whole_states(plan: Plan, degrees: Degrees) -> Iterator[NotExpressed]:

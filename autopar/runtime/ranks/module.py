@@ -16,10 +16,11 @@ from autopar.errors import InputError
 from autopar.options import Data, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.runtime.module import PipelinedModule
-from autopar.runtime.ranks.agreement import compare, digest
+from autopar.runtime.ranks.agreement import compare
 from autopar.runtime.ranks.calls import RankCalls
 from autopar.runtime.ranks.parameters.own import RankParameters
 from autopar.runtime.ranks.planning import DecideTogether, plan_together
+from autopar.runtime.ranks.same_plan import compare_plans
 from autopar.runtime.ranks.signatures import RankSignatures
 from autopar.runtime.ranks.step_records import profile_of_ranks
 from autopar.runtime.ranks.world import World
@@ -63,7 +64,6 @@ class RankedModule(PipelinedModule):
         """Raise InputError on all ranks where they were made with other `options`, or were given another `plan`.
         Collective."""
         same, script = "give the same on every rank", "run the same script on every rank"
-        given = "no plan" if plan is None else f"a plan of {len(plan.stages)} stages ({digest(plan.to_json())})"
         chosen = {"data": "per-rank" if self._takes_shares else "whole"}
         chosen |= {field.name: getattr(options, field.name) for field in fields(options)}
         facts = {
@@ -71,10 +71,10 @@ class RankedModule(PipelinedModule):
             "the version of autopar": (__version__, "install the same everywhere"),
             "the model": (type(self.unwrap()).__name__, script),
             **{f"the options of parallelize: {name}": (repr(value), same) for name, value in chosen.items()},
-            "the plan that parallelize is given": (given, same),
             **{f"the model's tensors: {name}": (_described(t), script) for name, t in _tensors(self.unwrap())},
         }
         compare(self._world, facts)
+        compare_plans(self._world, plan)
 
     @property
     def placed_parameters(self) -> RankParameters | None:

@@ -159,22 +159,33 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{shape} {tensor.dtype}{', trained' if tensor.requires_grad else ''}"
 
 
+_TIME_EACH = (
+    "give plan= (from autopar.plan, Plan.by_hand or plan.with_), and compare the steps of several with "
+    "train_step(profile=True)"
+)
+
+
 def check_options(options: PlanOptions) -> PlanOptions:
     """The options with which rank 0 plans. Raises InputError for those that ranks do not follow so far, all in one
-    message."""
+    message, with what to do instead."""
     refused = {
-        "tune": options.tune not in (0, "auto"),
-        "calibrate": options.calibrate,
-        "candidates": bool(options.candidates),
-        f"compile='{GRAPHS}'": options.compile == GRAPHS,
-        "dynamic with sizes": isinstance(options.dynamic, Mapping),
-        "verify": options.verify,
+        "tune": (options.tune not in (0, "auto"), _TIME_EACH),
+        "calibrate": (options.calibrate, "leave it out: ranks plan with what all of them measure together"),
+        "candidates": (bool(options.candidates), _TIME_EACH),
+        f"compile='{GRAPHS}'": (options.compile == GRAPHS, "give compile=True"),
+        "dynamic with sizes": (
+            isinstance(options.dynamic, Mapping),
+            "give dynamic=True, or None: other sizes are captured when they come",
+        ),
+        "verify": (options.verify, "check once in one process, with devices=: what it finds holds for ranks, too"),
     }
-    named = [name for name, given in refused.items() if given]
-    if named:
-        raise InputError(
-            f"{', '.join(named)}: not with one process a device so far; leave it out, or use one process (devices=)"
-        )
+    instead: dict[str, list[str]] = {}  # names by advice
+    for name, (given, advice) in refused.items():
+        if given:
+            instead.setdefault(advice, []).append(name)
+    if instead:
+        what = "; ".join(f"{', '.join(names)}: {advice}" for advice, names in instead.items())
+        raise InputError(f"not with one process a device so far: {what}")
     return replace(options, tune=0)  # plans to compare would run as threads of rank 0
 
 

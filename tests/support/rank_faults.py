@@ -174,6 +174,21 @@ def interrupted_while_waiting(folder: Path) -> None:
     pm.train_step(x, target=x, loss_fn=functional.mse_loss)
 
 
+def ended_before(call: str) -> None:
+    """Rank 1's script ends before the others call `call`."""
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(8, 12)
+    pm = autopar.parallelize(model, plan=Plan.from_split(SPLITS["mlp"][2], n_microbatches=4), cache=False)
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    if dist.get_rank() == 1:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    if call == "by_hand":
+        Plan.by_hand(mlp(), None, example_args=(x,), data=2)
+    else:
+        autopar.parallelize(mlp())
+
+
 def waits_apart(folder: Path) -> None:
     """Ranks that wait for each other in different calls."""
     own = dist.get_rank()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ def steps_that_differ(model: str, plan: str, what: str, made: str) -> str:
         optimizer.step()
     if what == "value" and own:
         with torch.no_grad():
-            torch_private.part_of(next(iter(pm.parameters()))).add_(1e-3)
+            torch_private.part_of(next(iter(pm.parameters()))).add_(0.1)
     return message_of(lambda: _step(model, pm, x))
 
 
@@ -61,6 +62,15 @@ def steps_that_may_differ(what: str) -> list[str]:
     """What calls raise where ranks train their stages in different ways, as a script for one process would."""
     _, pm, x = _ready("mlp", "chain")
     first, last = "0.weight", "10.weight"
+    if what == "own option":  # that an optimizer changes by itself
+        optimizers = [torch.optim.SGD(pm.parameters(), momentum=0.9)]
+        optimizers[0].register_step_post_hook(
+            lambda one, *_: one.param_groups[0].update(dampening=0.1 * dist.get_rank())
+        )
+    if what == "frozen stage":
+        for name, p in pm.named_parameters():
+            p.requires_grad_(int(name.split(".")[0]) < 6)
+        optimizers = [torch.optim.SGD([p for p in pm.parameters() if p.requires_grad])]
     if what == "one layer":
         optimizers = [torch.optim.SGD([dict(pm.named_parameters())[last]])]
     if what == "two before":
@@ -78,6 +88,20 @@ def steps_that_may_differ(what: str) -> list[str]:
                 optimizer.step()
         messages.append(message_of(lambda: _step("mlp", pm, x)))
     return messages
+
+
+def copies_that_round_differently() -> tuple[str, list[str]]:
+    """What calls after a change of one bit on rank 1 raise, and warn of."""
+    _, pm, x = _ready("mlp", "replicas 2")
+    _step("mlp", pm, x)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            bits = torch_private.part_of(next(iter(pm.parameters()))).view(torch.int64)
+            bits[0, 0] ^= 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        message = message_of(lambda: _step("mlp", pm, x))
+    return message, [str(one.message) for one in caught if "drifted" in str(one.message)]
 
 
 def copies_compared(model: str, plan: str, optimizer: str, threads: int) -> tuple[int, str]:

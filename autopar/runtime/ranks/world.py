@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,7 +174,7 @@ class World:
         own = [zlib.crc32(kind.encode()), len(numbers), *first]
         rows = self.gathered_numbers([*own, *[0] * (_ROW - len(own))])
         if any(row[:2] != rows[0][:2] for row in rows):
-            raise on_all_ranks(InputError(_different_calls(self.gathered(self.watcher.position.what))))
+            raise on_all_ranks(InputError(_different_calls(self.gathered(self.watcher.position.what or kind))))
         more = self.gathered_numbers(rest) if rest else [[] for _ in rows]
         return [[*row[2 : 2 + len(first)], *others] for row, others in zip(rows, more, strict=True)]
 
@@ -209,6 +212,12 @@ class World:
         everyone = tuple(range(self.size))
         return self.groups([everyone])[everyone], self.device
 
+    def command(self, n: int) -> str:
+        """How torchrun starts `n` ranks, on as many machines as now if these can have equally many."""
+        machines = len({place.machine for place in self.places})
+        nodes = f"--nnodes {machines} " if machines > 1 and n % machines == 0 else ""
+        return f"torchrun {nodes}--nproc-per-node {n // machines if nodes else n} {Path(sys.argv[0]).name}"
+
     def devices(self, resident: Any) -> tuple[Device, ...]:
         """The device of every rank, each with a name of its own: of all ranks, their tensors are on this rank's here.
         Collective. `resident`: see parse_devices.
@@ -237,6 +246,22 @@ def _different_calls(calls: Sequence[str]) -> str:
     what = ", ".join(f"{names(theirs)} called {call}" for call, theirs in ranks.items())
     models = "" if len(ranks) > 1 else " of different models"
     return f"ranks make different calls: {what}{models}; every rank must make the same calls in the same order"
+
+
+@contextlib.contextmanager
+def together(what: str, devices: Any) -> Iterator[World | None]:
+    """Around what all ranks do beside the calls of modules: the world of this process, if it is a rank, and the user
+    has given no `devices` of this process alone.
+
+    Raises InputError where other ranks make another call, and AutoparError, with its rank, where one has ended.
+    """
+    world = joined() if devices is None else None
+    if world is None:
+        yield None
+        return
+    with world.watcher.naming_lost():
+        world.announced(what)
+        yield world
 
 
 def joined() -> World | None:

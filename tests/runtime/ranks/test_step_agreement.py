@@ -6,7 +6,7 @@ import re
 
 import pytest
 from rank_pool import RankPool
-from rank_steps import copies_compared, steps_that_differ, steps_that_may_differ
+from rank_steps import copies_compared, copies_that_round_differently, steps_that_differ, steps_that_may_differ
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,9 @@ def test_an_optimizer_of_the_whole_model_makes_the_same_steps_with_all_stages(ra
         assert re.search(SAID[what], message), message
 
 
-@pytest.mark.parametrize("what", ["one layer", "two before", "two after", "rates by layer"])
+@pytest.mark.parametrize(
+    "what", ["one layer", "two before", "two after", "rates by layer", "own option", "frozen stage"]
+)
 def test_stages_may_be_trained_in_different_ways(ranks: RankPool, what: str) -> None:
     assert {message for found in ranks.run(steps_that_may_differ, 2, what) for message in found} == {""}
 
@@ -66,3 +68,11 @@ def test_copies_have_the_same_bits(
     found = ranks.run(copies_compared, n, model, plan, optimizer, threads)
     assert {message for _, message in found} == {""}
     assert max(count for count, _ in found) > 0
+
+
+def test_copies_that_differ_by_rounding_are_warned_of_once(ranks: RankPool) -> None:
+    """Optimizers may round differently on ranks: that must not end a training."""
+    (first, warned), (second, silent) = ranks.run(copies_that_round_differently, 2)
+    assert (first, second, silent) == ("", "", [])
+    assert len(warned) == 1
+    assert re.match("the copies of '0.weight' on ranks 0, 1 have drifted apart: rank 1 from rank 0, by", warned[0])

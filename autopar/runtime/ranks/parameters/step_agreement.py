@@ -6,7 +6,8 @@
 ```
 With every call, ranks compare a checksum of the steps since the last one: of all parameters that several ranks hold,
 copies and parts alike, which optimizer stepped them with which options. Now and then they compare the values of copies
-(due.py). Copies get the same gradient and the same update, so that they have the same bits.
+(due.py). Copies get the same gradient and the same update, so that they have the same bits. An optimizer's kernels may
+round differently where a rank has other parameters beside: of that, there is a warning alone.
 
 Stages that share no parameter cannot drift apart, and may be trained in different ways. But an optimizer that was made
 with the whole model's parameters, before they were placed, is one optimizer: if it is the only one, ranks also compare
@@ -15,6 +16,7 @@ its steps and learning rates. Optimizers change other options by themselves (Pro
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +27,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import torch_private
-from autopar.errors import InputError
+from autopar.errors import InputError, warn
 from autopar.runtime.ranks.due import Due
 from autopar.runtime.ranks.faults.failure import names as names_of
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.parameters.holders import Holding
 from autopar.runtime.ranks.world import World
 
+_SAMPLE = 1000  # entries of a copy
+_ROUNDING = 1e-3  # share of the largest entry up to which copies may differ by rounding
 _NOT_COMPARED = 0  # in the place of a checksum
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _EVERYWHERE = (
@@ -59,16 +63,14 @@ class StepAgreement:
         own: Mapping[int, torch.Tensor],
     ) -> None:
         """As FrozenParameters. Collective."""
-        self._world, self._due = world, Due()
+        self._world, self._due, self._has_warned = world, Due(), False
         holders = {key: tuple(sorted(holdings.get(key) or range(world.size))) for key in names}
         self._shared = [ranks for ranks in dict.fromkeys(holders.values()) if len(ranks) > 1]
         places = {ranks: place for place, ranks in enumerate(self._shared)}
         here = {key: p for key, p in own.items() if key in names}
         self._names = {id(p): names[key] for key, p in here.items()}
         # By id of this rank's parameters that other ranks hold, too: the place in `_shared`.
-        self._place_of: dict[int, int | None] = {
-            id(p): places[holders[key]] for key, p in here.items() if holders[key] in places
-        }
+        self._place_of = {id(p): places[holders[key]] for key, p in here.items() if holders[key] in places}
         self._first_names = [next(name for key, name in names.items() if holders[key] == one) for one in self._shared]
         together = {key: holdings[key][world.rank].together for key in here if key in holdings}
         everywhere = sorted({ranks for theirs in world.gathered({*together.values()}) for ranks in theirs})
@@ -90,8 +92,9 @@ class StepAgreement:
         for group in optimizer.param_groups:
             if is_whole:
                 self._whole_steps.append(Step(kind, _options(["lr"], group)))
-            places = Counter(map(self._place_of.get, map(id, group["params"])))
-            del places[None]  # of this rank alone, or of another model
+            counts = Counter(map(self._place_of.get, map(id, group["params"])))
+            # None: of this rank alone, or of another model.
+            places = {place: n for place, n in counts.items() if place is not None}
             if places:  # options that the optimizer knows: users may have added what differs between ranks
                 options = _options(optimizer.defaults, group)
                 for place, n in places.items():
@@ -152,17 +155,28 @@ class StepAgreement:
         )
 
     def _refuse_values(self, ranks: Sequence[int]) -> None:
+        """Raise InputError on all ranks, unless rounding explains the difference: then rank 0 warns, once."""
         found = self._world.gathered([(name, bits) for of, name, bits in self._bits() if of == ranks])
         rows = zip(*(found[rank] for rank in ranks), strict=True)
         (name, own), *others = next(row for row in rows if any(one != row[0] for one in row))
         apart = [rank for rank, (_, bits) in zip(ranks[1:], others, strict=True) if bits != own]
-        raise on_all_ranks(
-            InputError(
-                f"the copies of '{name}' on {names_of(ranks)} have drifted apart: {names_of(apart)} from rank "
-                f"{ranks[0]}. Optimizers differ between ranks, or a rank alone has changed values or gradients: change "
-                "them alike on every rank"
-            )
+        here = next((p for _, p in self._copied if self._names[id(p)] == name), None)
+        samples = self._world.gathered(None if here is None else _sample(here))
+        share = max(_distance(samples[ranks[0]], samples[rank]) for rank in apart)
+        message = (
+            f"the copies of '{name}' on {names_of(ranks)} have drifted apart: {names_of(apart)} from rank {ranks[0]}, "
+            f"by {share:.1g} of the largest of some entries"
         )
+        if share > _ROUNDING:
+            raise on_all_ranks(
+                InputError(
+                    f"{message}. Optimizers differ between ranks, or a rank alone has changed values or gradients: "
+                    "change them alike on every rank"
+                )
+            )
+        if not self._has_warned and self._world.rank == 0:
+            warn(f"{message}, as where the optimizer's kernels round differently on them")
+        self._has_warned = True
 
 
 def _difference(found: Sequence[Sequence[Step]], ranks: Sequence[int]) -> str:
@@ -201,12 +215,32 @@ def _checksum(value: Any) -> int:
 def _checksums(parameter: torch.Tensor) -> torch.Tensor:
     """Three numbers of a rank's copy, which no order of summation changes: all bits, and the least and the largest
     entry as integers, since equal entries leave no trace in the first."""
-    local = torch_private.part_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
-    real = torch.view_as_real(local) if local.is_complex() else local
+    real = _real(parameter)
     bits = real.view(_INTEGERS[real.element_size()])
     least, largest = torch.aminmax(bits)
     whole = torch.hash_tensor(bits).view(torch.int64)
     return torch.stack([whole, least.long(), largest.long()])
+
+
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    """A rank's copy, in real numbers. A view."""
+    local = torch_private.part_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    return torch.view_as_real(local) if local.is_complex() else local
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    """Some of the entries of a rank's copy, on the CPU."""
+    entries = _real(parameter).flatten()
+    return entries[:: entries.numel() // _SAMPLE + 1].double().cpu()
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest entry; inf where only one of two entries is finite."""
+    finite = a.isfinite()
+    if not finite.equal(b.isfinite()):
+        return math.inf
+    a, b = a[finite], b[finite]
+    return 0.0 if a.equal(b) else float((a - b).abs().max() / torch.stack([a, b]).abs().max())
 
 
 def _hardware(device: torch.device) -> tuple[str, str, int]:

@@ -73,7 +73,7 @@ def _names_of(rest: inspect.Parameter, call: Callable[..., Any]) -> list[str]:
     """The keywords that `**options: Unpack[SomeTypedDict]` takes; none where it says no TypedDict."""
     annotation = rest.annotation
     if isinstance(annotation, str):
-        annotation = eval(annotation, call.__globals__)  # type: ignore[attr-defined]
+        annotation = eval(annotation, call.__globals__)
     return [name for known in get_args(annotation) for name in get_type_hints(known)]
 
 

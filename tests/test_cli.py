@@ -174,7 +174,7 @@ def test_a_configuration_that_cannot_be_read_is_refused() -> None:
 def test_a_plan_is_tuned_and_explained_on_request() -> None:
     out, _ = run("plan", "factories:with_args", "--devices", "cpu,cpu", "--tune", "2", "--explain")
     # Steps of disturbed rounds do not count.
-    assert re.search(r"tuned over [1-9]\d* steps each, predicted / measured: ", " ".join(out.split()))
+    assert re.search(r"tuned over [1-9]\d* steps? each, predicted / measured: ", " ".join(out.split()))
     assert "The bottleneck is stage" in out
     out, err = run("plan", "factories:with_args", "--devices", "cpu,cpu", "--json", "--explain")
     assert json.loads(out)["stages"]

@@ -12,6 +12,7 @@ import numpy as np
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.sends import Lanes, estimated_sends
+from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atom_times import AtomTimes, CoreSeconds, atom_times
 from autopar.planner.inter_op.atoms import make_atoms, with_configurations
 from autopar.planner.inter_op.config import Config, MeshChoices, Used
@@ -269,13 +270,13 @@ class SearchSpace:
         rebuilt, saved = (sum(one.nbytes for one in of) for of in (self.atoms.cores.rebuilt, self.atoms.saved))
         if not self.costs.training or rebuilt <= _LEAST_REBUILT * saved:
             return None
-        return by_kind([t.cores for t in times])
+        return by_kind([t.again[Recompute.SELECTIVE] for t in times])
 
     def _blocks(self, times: Sequence[AtomTimes]) -> CoreSeconds[np.ndarray] | None:
         """By kind; None where the model repeats no layers that may run again."""
         if not self.costs.training or not self.atoms.layers.atoms:
             return None
-        return by_kind([t.blocks for t in times])
+        return by_kind([t.again[Recompute.FULL] for t in times])
 
     def _times(self, kind: str, busy: int, rows: float) -> AtomTimes:
         key = (kind, 1 if self.ahead else busy, rows)

@@ -92,9 +92,7 @@ def _not_shared_out(plan: Plan, n_microbatches: int, example: Example) -> Iterat
     shared = [n for n in range(n_microbatches, 0, -1) if all(batch % (n * r) == 0 for r in counts if r > 1)]
     for number, r in enumerate(counts):
         if r > 1 and batch % (n_microbatches * r):
-            wrong = (
-                f"{r} does not divide the batch" if batch % r else "those of other stages do not divide it"
-            )
+            wrong = f"{r} does not divide the batch" if batch % r else "those of other stages do not divide it"
             right = f"n_microbatches={shared[0]} would be right" if shared else wrong
             yield (
                 f"stage {number} has {r} replicas, and {batch} samples are no {n_microbatches} micro-batches of a "

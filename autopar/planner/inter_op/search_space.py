@@ -18,13 +18,15 @@ from autopar.planner.inter_op.atoms import make_atoms, with_configurations
 from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import cuts_worth_looking_at, most_cuts
 from autopar.planner.inter_op.cuts import AtomGraph
+from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.device_pools import kind_of_pool, nodes_of, pools_of
 from autopar.planner.inter_op.kind_times import accumulation_of, by_kind, captured_of, launches_of, overlapping_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
 from autopar.planner.inter_op.mesh_places import counts_exactly
 from autopar.planner.inter_op.optimizer_seconds import stepped
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
+from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
+from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.micro_batches import largest_size

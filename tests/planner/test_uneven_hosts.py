@@ -162,6 +162,16 @@ def test_ranks_of_uneven_hosts_get_meshes_that_lie_in_them(
             assert len({hosts[rank] for rank in mesh}) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("hosts", "left_out"), [([0, 0, 0, 1, 1, 1], True), ([0, 0, 1, 1], False)])
+def test_a_proof_says_which_meshes_were_left_out(
+    hosts: list[int], left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts of three devices have two places for meshes of 2, and not three."""
+    plan = planned(hosts, 2, monkeypatch, max_replicas=1, n_microbatches=1)
+    assert ("meshes of 2 only where plans leave devices unused" in plan.optimality) is left_out
+
+
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
     st.lists(st.integers(1, 12), min_size=1, max_size=8),

@@ -22,7 +22,7 @@ from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.device_pools import kind_of_pool, nodes_of, pools_of
 from autopar.planner.inter_op.kind_times import accumulation_of, by_kind, captured_of, launches_of, overlapping_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
-from autopar.planner.inter_op.mesh_places import counts_exactly
+from autopar.planner.inter_op.mesh_places import counts_exactly, mesh_places
 from autopar.planner.inter_op.optimizer_seconds import stepped
 from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
@@ -249,6 +249,17 @@ class SearchSpace:
         if key not in self._known_counts:
             self._known_counts[key] = counts_exactly(self._nodes[pool], width, n_devices)
         return self._known_counts[key]
+
+    @property
+    def only_on_some_devices(self) -> list[int]:
+        """Widths of meshes that plans on all devices of their pool do not have: hosts have fewer places for them than
+        the number of devices says, and the search counts devices."""
+        uncounted = {
+            (pool, width)
+            for (pool, width, n), exactly in self._known_counts.items()
+            if not exactly and n == self.full[pool]
+        }
+        return sorted({width for pool, width in uncounted if mesh_places(self._nodes[pool], width)})
 
     def _known_kind(self, pool: int, width: int) -> DeviceKind:
         if (pool, width) not in self._known_kinds:

@@ -126,7 +126,7 @@ def plan(
                 )
             pricer = Pricer(
                 lambda other: pricing(other, parsed, chosen, progress_bar)(example),
-                lambda other, zero: at_zero_at_hand(other, zero, example, parsed, chosen),
+                lambda other, zero, m: at_zero_at_hand(other, zero, example, parsed, chosen, m),
             )
             return with_pricer(decide(example), pricer)
         module = pipelined(model, parsed, chosen, progress_bar)
@@ -139,8 +139,8 @@ def plan(
         # It holds the user's own objects: the captured program is gone with the module.
         kept: dict[str, Any] = {name: value for name, value in options.items() if name not in _OF_SEARCHES}
 
-        def at_zero(other: Plan, zero: int) -> Plan:
-            return at_zero_at_hand(other, zero, captured(model), parsed, chosen)
+        def at_zero(other: Plan, zero: int, n_microbatches: int | None) -> Plan:
+            return at_zero_at_hand(other, zero, captured(model), parsed, chosen, n_microbatches)
 
         return with_pricer(found, Pricer(lambda other: _plan(model, devices, plan=other, **call, **kept), at_zero))
 

@@ -20,7 +20,9 @@ import numpy as np
 
 from autopar.planner.inter_op.cut_selection import PartitionResult, best_partition, most_cuts
 from autopar.planner.inter_op.cuts import AtomGraph, merged_graph
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
+from autopar.planner.inter_op.device_kind import DeviceKind
+from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 from benchmarks.output import Report, Table
 from benchmarks.published_runs.tables import TableError

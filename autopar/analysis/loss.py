@@ -20,7 +20,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -47,7 +47,7 @@ from autopar.capture.cleanup import cross_entropy_arguments
 from autopar.capture.module_state import torch_generators_restored
 from autopar.capture.program import Program, capture
 from autopar.capture.thread_state import neutral_state
-from autopar.errors import CaptureError, InputError
+from autopar.errors import CaptureError, InputError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class LossSplit:
     target_dims: tuple[int | None, ...] = ()  # of every flat target leaf: the dimension that counts samples, or None
     count: Count | None = None
     why: str = ""  # for "whole": what keeps the loss from being split, with the operator and its source line
+    error: str = field(default="", compare=False)  # that the loss raised while it was studied
 
     def weights(
         self, sizes: Sequence[int], inputs: Sequence[Sequence[Any]], targets: Sequence[Sequence[Any]]
@@ -123,7 +124,7 @@ def study_loss(
     except UnknownOutput as error:
         return LossSplit("whole", why=str(error))
     outputs = where_targets_are(outputs, leaves)
-    reasons: list[str] = []
+    refused: list[LossSplit] = []
     free = [] if isinstance(target_dim, Sequence) else [i for i, dim in enumerate(dims) if dim is not None]
     for excluded in itertools.chain.from_iterable(
         itertools.combinations(free, n) for n in range(min(len(free), _MOST_EXCLUDED) + 1)
@@ -132,8 +133,8 @@ def study_loss(
         split = _LossStudy(loss_fn, program, batching, outputs, leaves, spec, chosen).run()
         if split.combine != "whole":
             return split
-        reasons.append(split.why)
-    return LossSplit("whole", why=reasons[0])
+        refused.append(split)
+    return refused[0]
 
 
 class _LossModule(nn.Module):
@@ -188,14 +189,14 @@ class _LossStudy:
                 self._call_once(leaves)
             except Exception as error:
                 log.debug("loss_fn fails on an example: %s", error)
-                return self._whole("it fails on another number of samples")
+                return self._whole("it fails on another number of samples", error)
         try:
             with warnings.catch_warnings(), neutral_state(self._device_types()), restored(self._module.loss_fn):
                 warnings.simplefilter("ignore")
                 loss = capture(self._module, (), leaves, batch_dim=batch_dims, strict=True, device=self._place())
         except (CaptureError, InputError) as error:
             log.debug("loss_fn cannot be captured: %s", error)
-            return self._whole("it cannot be captured as a graph")
+            return self._whole("it cannot be captured as a graph", error)
         try:
             return self._follow(loss, sorted(leaves))
         finally:
@@ -258,8 +259,9 @@ class _LossStudy:
             "reduce it, for example by .mean()"
         )
 
-    def _whole(self, why: str) -> LossSplit:
-        return LossSplit("whole", why=f"{title_of(self._module.loss_fn)}: {why}")
+    def _whole(self, why: str, error: Exception | None = None) -> LossSplit:
+        text = "" if error is None else first_line(error)
+        return LossSplit("whole", why=f"{title_of(self._module.loss_fn)}: {why}", error=text)
 
     def _example(self) -> tuple[dict[str, Any], dict[str, int | None]]:
         """Arguments of `_LossModule` and their batch dimensions, for an unusual number of samples.

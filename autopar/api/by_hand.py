@@ -18,7 +18,7 @@ from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_wor
 from autopar.planner.pricers import with_pricer
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import Devices, check_module, devices_at_hand, need_example, need_target
-from autopar.runtime.ranks.world import joined
+from autopar.runtime.ranks.world import together
 from cost_models import Cluster
 
 
@@ -47,7 +47,8 @@ def _by_hand(
                 plan_by_hand(example, devices, options, degrees, progress, problems=problems),
                 cluster_pricer(example, devices, options),
             )
-        parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
+        with together("Plan.by_hand", devices) as world:
+            parsed = devices_at_hand(model, devices, None, world)
 
         def captured(model: nn.Module) -> Example:
             return capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)

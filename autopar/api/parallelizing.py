@@ -26,7 +26,7 @@ from autopar.runtime.initial_values.initial import Weights, initial_values
 from autopar.runtime.initial_values.sources import InitFunction
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.ranks.module import RankedModule, check_options
-from autopar.runtime.ranks.world import joined
+from autopar.runtime.ranks.world import together
 
 
 @with_checked_names
@@ -127,48 +127,48 @@ def parallelize(
     Raises:
         DeviceError, InputError: an argument does not fit. CaptureError, PlanError, InfeasibleError: planning failed.
     """
-    world = joined() if devices is None else None
+    with together("parallelize", devices) as world:
 
-    def checked() -> tuple[PlanOptions, tuple[tuple[Any, ...], dict[str, Any]]]:
-        check_module(model)
-        check_plan(plan)
-        check_data(data, devices)
-        options = PlanOptions(
-            n_microbatches=n_microbatches,
-            schedule=schedule,
-            max_replicas=max_replicas,
-            max_shards=max_shards,
-            memory_limit=memory_limit,
-            optimizer=optimizer,
-            batch_norm=batch_norm,
-            batch_dim=batch_dim,
-            tune=tune,
-            candidates=candidates,
-            calibrate=calibrate,
-            verify=verify,
-            strict=strict,
-            compile=compile,
-            watch_nan=watch_nan,
-            dynamic=dynamic,
-            cache=cache,
-        )
-        call = example_call(example_args, example_kwargs)
-        return options if world is None else check_options(options), call
+        def checked() -> tuple[PlanOptions, tuple[tuple[Any, ...], dict[str, Any]]]:
+            check_module(model)
+            check_plan(plan)
+            check_data(data, devices)
+            options = PlanOptions(
+                n_microbatches=n_microbatches,
+                schedule=schedule,
+                max_replicas=max_replicas,
+                max_shards=max_shards,
+                memory_limit=memory_limit,
+                optimizer=optimizer,
+                batch_norm=batch_norm,
+                batch_dim=batch_dim,
+                tune=tune,
+                candidates=candidates,
+                calibrate=calibrate,
+                verify=verify,
+                strict=strict,
+                compile=compile,
+                watch_nan=watch_nan,
+                dynamic=dynamic,
+                cache=cache,
+            )
+            call = example_call(example_args, example_kwargs)
+            return options if world is None else check_options(options), call
 
-    options, call = checked() if world is None else world.outcome("parallelize", checked)
-    initial = initial_values(model, weights, init_fn, ranked=world is not None, has_plan=plan is not None)
-    if initial is not None and world is None:
-        initial.fill(model)
-    here = devices_at_hand(model, devices, optimizer, world)
+        options, call = checked() if world is None else world.outcome("parallelize", checked)
+        initial = initial_values(model, weights, init_fn, ranked=world is not None, has_plan=plan is not None)
+        if initial is not None and world is None:
+            initial.fill(model)
+        here = devices_at_hand(model, devices, optimizer, world)
 
-    def made() -> PipelinedModule:
-        return pipelined(model, here, options, progress_bar, plan, world, data)
+        def made() -> PipelinedModule:
+            return pipelined(model, here, options, progress_bar, plan, world, data)
 
-    module = made() if world is None else world.outcome("parallelize", made)
-    if isinstance(module, RankedModule):
-        module.agree(options, plan)
-        if initial is not None:
-            module.fill_when_placed(initial.origins, initial.fill)
+        module = made() if world is None else world.outcome("parallelize", made)
+        if isinstance(module, RankedModule):
+            module.agree(options, plan)
+            if initial is not None:
+                module.fill_when_placed(initial.origins, initial.fill)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*call, loss_fn=loss_fn, target=target)
     return module

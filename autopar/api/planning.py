@@ -29,7 +29,7 @@ from autopar.runtime.arguments import (
 from autopar.runtime.building import as_wanted, deciding, pipelined, pricing
 from autopar.runtime.ranks.module import check_options
 from autopar.runtime.ranks.planning import plan_together
-from autopar.runtime.ranks.world import joined
+from autopar.runtime.ranks.world import together
 from cost_models import Cluster
 
 
@@ -102,45 +102,47 @@ def plan(
         with progress_bar() as progress:
             return with_pricer(plan_ahead(example, devices, chosen, progress), cluster_pricer(example, devices, chosen))
     refuse_estimated(options)
-    world = joined() if devices is None else None
-    parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
+    with together("autopar.plan", devices) as world:
+        parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
 
-    def captured(model: nn.Module) -> Example:
-        how: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "batch_dim": chosen.batch_dim}
-        return capture_example(model, parsed, args, kwargs, strict=chosen.strict, **how)
+        def captured(model: nn.Module) -> Example:
+            how: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "batch_dim": chosen.batch_dim}
+            return capture_example(model, parsed, args, kwargs, strict=chosen.strict, **how)
 
-    if plan is not None or world is not None:
+        if plan is not None or world is not None:
 
-        def allowed() -> tuple[PlanOptions, Example]:
-            return chosen if world is None else check_options(chosen), captured(model)
+            def allowed() -> tuple[PlanOptions, Example]:
+                return chosen if world is None else check_options(chosen), captured(model)
 
-        chosen, example = allowed() if world is None else world.outcome("autopar.plan", allowed)
-        decide = (
-            pricing(plan, parsed, chosen, progress_bar) if plan is not None else deciding(parsed, chosen, progress_bar)
-        )
-        if world is not None:  # a changed plan is not priced: that takes all ranks, and one may change it alone
-            return with_pricer(
-                plan_together(world, parsed, example, decide), unpriced_at_hand(model, captured, parsed, chosen)
+            chosen, example = allowed() if world is None else world.outcome("autopar.plan", allowed)
+            decide = (
+                pricing(plan, parsed, chosen, progress_bar)
+                if plan is not None
+                else deciding(parsed, chosen, progress_bar)
             )
-        pricer = Pricer(
-            lambda other: pricing(other, parsed, chosen, progress_bar)(example),
-            lambda other, zero: at_zero_at_hand(other, zero, example, parsed, chosen),
-        )
-        return with_pricer(decide(example), pricer)
-    module = pipelined(model, parsed, chosen, progress_bar)
-    call: dict[str, Any] = {"example_args": example_args, "example_kwargs": example_kwargs}
-    call |= {"target": target, "loss_fn": loss_fn}
-    try:
-        found = module.prepare(args, kwargs, loss_fn=loss_fn, target=target)
-    finally:
-        module.close()
-    # It holds the user's own objects: the captured program is gone with the module.
-    kept: dict[str, Any] = {name: value for name, value in options.items() if name not in _OF_SEARCHES}
+            if world is not None:  # a changed plan is not priced: that takes all ranks, and one may change it alone
+                return with_pricer(
+                    plan_together(world, parsed, example, decide), unpriced_at_hand(model, captured, parsed, chosen)
+                )
+            pricer = Pricer(
+                lambda other: pricing(other, parsed, chosen, progress_bar)(example),
+                lambda other, zero, m: at_zero_at_hand(other, zero, example, parsed, chosen, m),
+            )
+            return with_pricer(decide(example), pricer)
+        module = pipelined(model, parsed, chosen, progress_bar)
+        call: dict[str, Any] = {"example_args": example_args, "example_kwargs": example_kwargs}
+        call |= {"target": target, "loss_fn": loss_fn}
+        try:
+            found = module.prepare(args, kwargs, loss_fn=loss_fn, target=target)
+        finally:
+            module.close()
+        # It holds the user's own objects: the captured program is gone with the module.
+        kept: dict[str, Any] = {name: value for name, value in options.items() if name not in _OF_SEARCHES}
 
-    def at_zero(other: Plan, zero: int) -> Plan:
-        return at_zero_at_hand(other, zero, captured(model), parsed, chosen)
+        def at_zero(other: Plan, zero: int, n_microbatches: int | None) -> Plan:
+            return at_zero_at_hand(other, zero, captured(model), parsed, chosen, n_microbatches)
 
-    return with_pricer(found, Pricer(lambda other: _plan(model, devices, plan=other, **call, **kept), at_zero))
+        return with_pricer(found, Pricer(lambda other: _plan(model, devices, plan=other, **call, **kept), at_zero))
 
 
 _OF_SEARCHES = ("tune", "candidates", "n_microbatches", "schedule", "max_replicas", "max_shards")

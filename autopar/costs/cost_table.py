@@ -71,6 +71,7 @@ class GatheringTimes(NamedTuple):
     taken: np.ndarray  # [nodes] s that the backward takes longer
     host: np.ndarray  # [nodes] s of launches
     network: np.ndarray  # [nodes] s of the collectives
+    hidden: np.ndarray  # [nodes] s of those that run behind kernels
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from autopar.plan.recompute import Recompute
 from cost_models import Precision, optimizer_state_bytes
 from cost_models.memory.graph_bytes import Place
 from cost_models.memory.optimizer_state import optimizer_state_elements
@@ -92,6 +93,12 @@ class OperatorCost:
     regathered_bytes: float = 0.0
     saved_within: Mapping[Hashable, float] | None = None  # `saved` where its layer runs again; None: the same
     gather: float = 0.0  # s for all micro-batches to gather the result from a part on each of them
+
+    def runs_again(self, recompute: Recompute) -> bool:
+        """Whether it runs again within the backward of a stage with this mode; a whole forward is a pass of its own."""
+        if recompute == Recompute.SELECTIVE:
+            return self.core is not None
+        return recompute.by_layer and self.block is not None and not (recompute == Recompute.OPERATORS and self.kept)
 
     def with_bytes(self, **changes: object) -> OperatorCost:
         """The same operator with other fields: `dataclasses.replace`, but without running the constructor of a frozen

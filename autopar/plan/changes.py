@@ -66,9 +66,9 @@ class PlanChanges:
                 {0: "full"}.
             zero: what is cut over replicas, as for `by_hand`: 0 nothing, 1 the optimizer's state, 2 gradients as well,
                 3 parameters as well. It needs a plan that this process planned or priced. Replicas of a whole stage
-                become a mesh: each then does a part of every micro-batch, and there are fewer micro-batches. Ranks of
-                torchrun store parts; one process at hand has one optimizer, whose states stay whole. Nothing is
-                predicted of a changed plan under torchrun, or of a plan by hand for devices at hand.
+                become a mesh: each then does a part of every micro-batch, and without `n_microbatches` there are fewer
+                micro-batches. Ranks of torchrun store parts; one process at hand has one optimizer, whose states stay
+                whole. Nothing is predicted of a changed plan under torchrun, or of a plan by hand for devices at hand.
 
         Raises:
             PlanError: decisions that contradict each other; all are listed. For `zero`, a plan without replicas, or
@@ -76,7 +76,7 @@ class PlanChanges:
         """
         plan = cast("Plan", self)
         other = changed(plan, n_microbatches=n_microbatches, schedule=schedule, recompute=recompute)
-        found: Plan = priced_like(plan, other) if zero is None else priced_like(plan, other, zero=zero)
+        found: Plan = priced_like(plan, other, zero=zero, n_microbatches=n_microbatches)
         return found
 
 

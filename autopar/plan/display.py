@@ -76,10 +76,10 @@ def by_hand(model: Any, devices: Any, degrees: Mapping[str, Any], **call: Any) -
 
 
 @singledispatch
-def priced_like(before: Any, after: Any, *, zero: int | None = None) -> Any:
+def priced_like(before: Any, after: Any, *, zero: int | None = None, n_microbatches: int | None = None) -> Any:
     """`after` with predictions for the model, call and devices that `before` was priced for.
 
-    `zero`: the stage of ZeRO that it gets before.
+    `zero`: the stage of ZeRO that it gets before, with `n_microbatches`, or with what follows for its replicas.
     """
     raise NotImplementedError(f"nothing prices {type(before).__name__}")
 

@@ -22,7 +22,7 @@ class Stage:
     peak_memory: int | None = None  # bytes on each device
     sync_time: float | None = None  # s once a step: gradients of replicas, of the mesh and of tied parameters reduced
     optimizer_time: float | None = None  # s once a step, on devices that are not at hand: the optimizer's step
-    hidden_time: float | None = None  # s of a micro-batch: collectives that computing hides
+    hidden_time: float | None = None  # s of a micro-batch, with what runs again: collectives that computing hides
     recompute: bool = False  # keeps only its inputs for the backward and runs its forward again before it ("stage")
     selective: bool = False  # keeps all but what the cores of its attentions make, and runs these again
     recompute_time: float | None = None  # s: what recomputation adds to the backward, unless it is of the whole stage

@@ -22,20 +22,37 @@ from autopar.planner.search_options import as_assumed, recipe_of, search_options
 from cost_models import Cluster, Device
 
 
-def at_zero_ahead(plan: Plan, zero: int, example: Example, cluster: Cluster, options: PlanOptions) -> Plan:
+def at_zero_ahead(
+    plan: Plan,
+    zero: int,
+    example: Example,
+    cluster: Cluster,
+    options: PlanOptions,
+    n_microbatches: int | None = None,
+) -> Plan:
     """The user's `plan` with states cut over replicas as a stage of ZeRO says, and without predictions.
+
+    `n_microbatches`: of the plan that is returned, where the user says so; see `replicas_on_meshes`.
 
     Raises PlanError for a plan without replicas.
     """
     options = as_assumed(plan, options)
-    plan = replicas_on_meshes(plan.without_predictions(f"ZeRO is {zero} now"), example, cluster, options)
+    alone = plan.without_predictions(f"ZeRO is {zero} now")
+    plan = replicas_on_meshes(alone, example, cluster, options, n_microbatches)
     recipe = recipe_of(example, options)
     example, _ = search_options(example, options, len(cluster.devices))
     costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches)
     return at_zero(plan, zero, example, costs, mesh_program_of(example, options.optimizer_name))
 
 
-def at_zero_at_hand(plan: Plan, zero: int, example: Example, devices: Sequence[Device], options: PlanOptions) -> Plan:
+def at_zero_at_hand(
+    plan: Plan,
+    zero: int,
+    example: Example,
+    devices: Sequence[Device],
+    options: PlanOptions,
+    n_microbatches: int | None = None,
+) -> Plan:
     """The same for devices at hand: where several dimensions of a parameter can be cut, those that are the fastest on
     as many H100 are.
 
@@ -46,7 +63,8 @@ def at_zero_at_hand(plan: Plan, zero: int, example: Example, devices: Sequence[D
     plan = plan.on([device.name for device in devices])
     there = _renamed(plan, names)
     # The price fills in how tensors move between strategies.
-    decided = priced_ahead(at_zero_ahead(there, zero, example, cluster, options), example, cluster, options)
+    cut = at_zero_ahead(there, zero, example, cluster, options, n_microbatches)
+    decided = priced_ahead(cut, example, cluster, options)
     alone = plan.without_predictions(f"ZeRO is {zero} now")
     stages = tuple(
         replace(own, operators=new.operators, sharding=None if new.sharding is None else new.sharding.decision)
@@ -65,14 +83,14 @@ def unpriced_at_hand(
     """
     alive = weakref.ref(model)
 
-    def changed(plan: Plan, zero: int) -> Plan:
+    def changed(plan: Plan, zero: int, n_microbatches: int | None) -> Plan:
         model = alive()
         if model is None:
             raise PlanError(
                 "the model that this plan was made for is gone; give it again: autopar.plan(model, devices, plan=plan, "
                 "...).with_(zero=...)"
             )
-        return at_zero_at_hand(plan, zero, captured(model), devices, options)
+        return at_zero_at_hand(plan, zero, captured(model), devices, options, n_microbatches)
 
     return Pricer(lambda plan: plan, changed)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
+from autopar.planner.communication import collectives_each, exposed_each, runs_again
 from autopar.schedule.clock import Event, Phase
 from autopar.schedule.micro_batches import split_sizes
 from autopar.sharding.stage_sharding import Exchange
@@ -75,12 +76,9 @@ def _stage(stage: Stage, training: bool, sends_gradient: bool) -> tuple[dict[Pha
     each = [one for one in exchanges if not one.once]
     forward = [one for one in each if not one.backward]
     backward = [one for one in each if one.backward]
-    if stage.recompute or stage.layerwise:
-        backward = [*forward, *backward]
-    if not training:
-        backward = []
-    total = sum(one.seconds for one in (*forward, *backward))
-    exposed = 1 - min(stage.hidden_time or 0.0, total) / total if total else 0.0
+    backward = [*(one for one in forward if runs_again(one, stage)), *backward] if training else []
+    total = collectives_each(stage)
+    exposed = exposed_each(stage) / total if total else 0.0
     # Of a divided backward, the part for parameters does everything where no stage waits for gradients of inputs.
     inputs = Phase.INPUT if sends_gradient else Phase.WEIGHT
     kinds = _kinds(backward)

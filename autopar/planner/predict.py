@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.python_overhead import NOT_MEASURED
 from autopar.costs.shared_hardware import SHARED_GPU, shared_gpu_notes
 from autopar.plan.assignment import unknown_operators
@@ -166,14 +165,13 @@ def _plan_stages(
         assert memory is not None, "a step that was predicted from costs knows its memory"
         rows = costs.batch_size / arrangement.n_microbatches
         each = atom_times(costs, atoms, name, arrangement.busy, rows).under(arrangement.schedule)
-        each = each.running(predicted.recompute)
+        each, split = each.running(predicted.recompute), arrangement.schedule == "zb-h1"
         mean, longer = (
-            each.stage(inside, split=arrangement.schedule == "zb-h1", recompute=mode)
-            for mode in (Recompute.NONE, predicted.recompute)
+            each.stage(inside, split=split, recompute=mode) for mode in (Recompute.NONE, predicted.recompute)
         )
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=lambda n: costs.operators[n].position)
         configuration = costs.configuration.get(name)
-        run_again = {n for n in nodes if _runs_again(costs.operators[n], predicted.recompute)}
+        run_again = {n for n in nodes if costs.operators[n].runs_again(predicted.recompute)}
         stages.append(
             Stage(
                 devices=tuple(device for group in arrangement.groups[number] for device in group.devices),
@@ -193,7 +191,7 @@ def _plan_stages(
                 sync_time=predicted.once,
                 optimizer_time=predicted.optimizer or None,
                 accumulation_time=predicted.accumulation or None,
-                hidden_time=each.hidden(inside) or None,
+                hidden_time=each.hidden(inside, split=split, recompute=predicted.recompute) or None,
                 gradient_bytes=memory.gradients,
                 optimizer_bytes=memory.optimizer,
                 transient_bytes=memory.transient,
@@ -202,13 +200,6 @@ def _plan_stages(
             )
         )
     return stages
-
-
-def _runs_again(operator: OperatorCost, recompute: Recompute) -> bool:
-    """Whether an operator runs again for its own backward, or with its layer; not with the whole stage."""
-    if recompute == Recompute.SELECTIVE:
-        return operator.core is not None
-    return recompute == Recompute.FULL and operator.block is not None
 
 
 def _plan_transfers(

@@ -18,7 +18,8 @@ class Pricer:
     """Functions that know the model, the call and the devices."""
 
     price: Callable[[Plan], Plan]  # with predictions
-    at_zero: Callable[[Plan, int], Plan] | None = None  # with states cut as ZeRO says, without predictions
+    # With states cut as ZeRO says, and this number of micro-batches, or what follows for it; without predictions.
+    at_zero: Callable[[Plan, int, int | None], Plan] | None = None
     on_networks: Callable[[Plan, float], Plan] | None = None  # on networks this many times as fast
     launched: Callable[[Plan, str], Plan] | None = None  # with kernels launched in this mode
 
@@ -38,7 +39,7 @@ def pricer_of(plan: Plan) -> Pricer | None:
 
 
 @priced_like.register
-def _(before: Plan, after: Plan, *, zero: int | None = None) -> Plan:
+def _(before: Plan, after: Plan, *, zero: int | None = None, n_microbatches: int | None = None) -> Plan:
     pricer = _pricers.of(before)
     if zero is not None and (type(zero) is not int or zero not in ZERO):
         raise PlanError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
@@ -49,7 +50,7 @@ def _(before: Plan, after: Plan, *, zero: int | None = None) -> Plan:
                 "parameters decide how they are cut: Plan.load(path, model, devices, ...), or autopar.plan(model, "
                 "devices, plan=plan, ...)"
             )
-        after = pricer.at_zero(after, zero)
+        after = pricer.at_zero(after, zero, n_microbatches)
     if after is before:
         return before
     return after if pricer is None else with_pricer(pricer.price(after), pricer)

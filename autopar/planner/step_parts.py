@@ -8,6 +8,7 @@ from __future__ import annotations
 from autopar.plan.display import step_parts
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import Recompute
+from autopar.planner.communication import exposed_again, exposed_each
 from autopar.planner.predicted_step import step_of_plan
 from autopar.schedule.clock import Phase
 
@@ -25,12 +26,9 @@ def _(plan: Plan) -> dict[str, float]:
     for event in actions:
         if event.action.phase is Phase.FORWARD:
             stage = plan.stages[event.action.stage]
-            sharding = stage.sharding
             again = stage.forward_time if stage.mode is Recompute.STAGE else stage.recompute_time
-            parts["recomputing"] += (again or 0.0) if plan.training else 0.0
-            if sharding is not None and sharding.collective_time is not None:
-                shown = sharding.collective_time - (stage.hidden_time or 0.0)
-                parts["exchanging tensors within its stage"] += max(0.0, shown)
+            parts["recomputing"] += max(0.0, (again or 0.0) - exposed_again(stage)) if plan.training else 0.0
+            parts["exchanging tensors within its stage"] += exposed_each(stage)
     computing = sum(event.end - event.start for event in actions) - sum(parts.values())
     sends = sum(send.end - send.start for send in timeline.sends if send.slot == slot and not send.transfer.overlap)
     finishes = [finish for finish in timeline.finishes if finish.slot == slot]

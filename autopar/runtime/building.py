@@ -77,5 +77,7 @@ def _on_devices(plan: Plan, devices: tuple[Device, ...], world: World | None) ->
     except PlanError as error:
         if world is None:
             raise
-        names = ", ".join(device.name for device in devices)
-        raise PlanError(f"{error}. There is one rank for each device, {world.size} of them: {names}") from None
+        n, names = len(plan.used_devices), ", ".join(device.name for device in devices)
+        command = f"; start {n} with `{world.command(n)}`" if n > world.size else ""
+        message = f"{error}. There is one rank for each device, {world.size} of them: {names}{command}"
+        raise PlanError(message) from None

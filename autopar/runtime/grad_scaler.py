@@ -33,5 +33,6 @@ class GradScaler(AgreeingGradScaler):
         if world is None:
             return found
         here = any(bool(one) for one in found.values())
-        there = any(theirs[0] for theirs in world.gathered_numbers([here]))
+        with world.watcher.call("GradScaler.step or unscale_"):
+            there = any(theirs[0] for theirs in world.announced("GradScaler", [here]))
         return {place: torch.full((), float(there), device=place) for place in found or [self._place]}

@@ -11,6 +11,7 @@ along each axis of its mesh over which it is not cut.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -115,7 +116,8 @@ def _joined(world: World, own: float, p: float) -> float:
 
     Raises InputError on all ranks where one passes `_WAITING`.
     """
-    norms = world.gathered_floats(own)
+    rows = world.announced("clip_grad_norm_", struct.unpack("q", struct.pack("d", own)))
+    norms = [struct.unpack("d", struct.pack("q", *row))[0] for row in rows]
     if _WAITING in norms:
         raise on_all_ranks(incomplete("clip_grad_norm_"))
     largest = max(norms)

@@ -83,6 +83,7 @@ class Exchange:
     seconds: float
     backward: bool = False  # of a gradient, or of a parameter that is gathered once more
     once: bool = False  # per step, rather than per micro-batch
+    again: bool = False  # once more in the backward, which runs this operator again (not with the whole stage)
 
 
 @dataclass(frozen=True)

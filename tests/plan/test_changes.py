@@ -343,9 +343,23 @@ def test_zero_leaves_a_stage_of_one_device_as_it_is() -> None:
     assert found.predicted_step_time is not None
 
 
+@pytest.mark.parametrize("n_microbatches", [1, 2, 4])
+def test_zero_keeps_the_number_of_micro_batches_that_is_given_beside_it(n_microbatches: int) -> None:
+    model, example = call()
+    for before in (4, 8):  # 8 micro-batches of one sample could not be shared out
+        found = replicated(before, 2, 2).with_(zero=1, n_microbatches=n_microbatches)
+        size = 4 // n_microbatches
+        expected = Plan.by_hand(model, CLUSTER, pipeline=2, data=2, micro_batch=size, zero=1, **example)
+        assert found.n_microbatches == expected.n_microbatches == n_microbatches
+        assert decided(found) == decided(expected)
+        assert found.predicted_step_time == pytest.approx(expected.predicted_step_time, rel=1e-9)
+
+
 def test_replicas_that_cannot_share_out_a_micro_batch_are_refused() -> None:
     with pytest.raises(PlanError, match=r"stage 0 has 2 replicas, and 8 samples are no 8 micro-batches of a multiple"):
         replicated(8, 2, 1).with_(zero=1)
+    with pytest.raises(PlanError, match=r"8 samples are no 8 micro-batches .* n_microbatches=4 would be right"):
+        replicated(4, 2, 2).with_(zero=1, n_microbatches=8)
     whole = StageSharding.from_texts((2,), ("tensor",), {})
     plan = Plan((Stage(tuple(device.name for device in CLUSTER.devices), sharding=whole),), 4, split=(("", 0),))
     model, example = call()

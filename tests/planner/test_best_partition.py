@@ -21,8 +21,10 @@ from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.chain_bounds import chain_bounds
 from autopar.planner.inter_op.cut_selection import best_partition, cuts_along_orders
 from autopar.planner.inter_op.cuts import AtomGraph
+from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
+from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Value
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions

@@ -23,8 +23,10 @@ from autopar.planner.inter_op.cuts import (
     line_cuts,
     merged_graph,
 )
+from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
+from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 
 

@@ -259,14 +259,14 @@ def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> No
                 "but the batch of 8 samples is no multiple of 3; give a divisor of 8 as data, such as 2",
                 "blocks.0.attention/scaled_dot_product_attention#0 has 4 heads, which tensor=6 devices cannot share",
                 "blocks.0.attention.query.weight of shape (16, 16) cannot be cut over tensor=6",
-                "give a divisor of one, such as 4",
+                "no size is a multiple of it; tensor=4 would be right",
             ],
         ),
         (
             {"tensor": 8, "data": 1, "precision": "bf16-mixed", "zero": 1},
             ["precision='bf16-mixed' is for parameters in torch.bfloat16", "zero=1 cuts", "has 4 heads"],
         ),
-        ({"tensor": 8}, ["blocks.0.attention/scaled_dot_product_attention#0 has 4 heads", "such as 4"]),
+        ({"tensor": 8}, ["blocks.0.attention/scaled_dot_product_attention#0 has 4 heads", "tensor=4 would be right"]),
     ],
 )
 def test_everything_that_contradicts_is_said_at_once(degrees: dict[str, Any], texts: list[str]) -> None:
@@ -274,6 +274,16 @@ def test_everything_that_contradicts_is_said_at_once(degrees: dict[str, Any], te
         by_hand(Cluster.preset("8xH100"), **degrees)
     for text in texts:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("devices", "right"), [(3, 1), (6, 2), (12, 4)])
+def test_a_proposed_tensor_degree_divides_the_devices_too(devices: int, right: int) -> None:
+    """All matrices and the 4 heads have sizes that 4 divides."""
+    cluster = Cluster.preset(f"{devices}xH100")
+    with pytest.raises(PlanError, match=rf"has 4 heads, .*; tensor={right} would be right"):
+        by_hand(cluster, tensor=devices)
+    accepted = by_hand(cluster, tensor=right, pipeline=devices // right)
+    assert accepted.devices == tuple(device.name for device in cluster.devices)
 
 
 def test_what_is_wrong_with_a_step_alone_is_an_input_error() -> None:

@@ -16,9 +16,11 @@ from partition_oracle import OracleStage, Stages, all_partitions, lacking, objec
 from autopar.planner.inter_op import needed_devices, partition
 from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.cuts import line_cuts
+from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.partition import explain_infeasible, solve
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
+from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.solution import Solution
+from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 from autopar.planner.inter_op.stage_costs import Costs
 

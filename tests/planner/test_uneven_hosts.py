@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from simulated_ranks import SimulatedRanks
 from torch import nn
 
-from autopar.analysis.example import capture_example
+from autopar.analysis.example import capture_example, example_ahead
+from autopar.costs.device_group import DeviceGroup
+from autopar.costs.estimated import estimate_costs
 from autopar.costs.measured import measure_costs
 from autopar.costs.rank_costs import _beside, rank_costs
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
+from autopar.planner.inter_op.device_assignment import FreeDevices, _of_any_width, evenly_divided
+from autopar.planner.inter_op.device_pools import pools_of
 from autopar.planner.inter_op.mesh_places import counts_exactly, mesh_places, place_together
 from autopar.planner.search import make_plan
 from autopar.planner.search_at_hand import shards_at_hand
@@ -156,3 +160,61 @@ def test_ranks_of_uneven_hosts_get_meshes_that_lie_in_them(
     for mesh in numbers:
         if len(mesh) <= max(Counter(hosts).values()):
             assert len({hosts[rank] for rank in mesh}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hosts", "left_out"), [([0, 0, 0, 1, 1, 1], True), ([0, 0, 1, 1], False)])
+def test_a_proof_says_which_meshes_were_left_out(
+    hosts: list[int], left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts of three devices have two places for meshes of 2, and not three."""
+    plan = planned(hosts, 2, monkeypatch, max_replicas=1, n_microbatches=1)
+    assert ("meshes of 2 only where plans leave devices unused" in plan.optimality) is left_out
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.booleans(),
+)
+def test_meshes_of_any_widths_get_places_that_are_alike_or_none(
+    sizes: list[int], wanted: list[int], even: bool
+) -> None:
+    """Whatever the widths and the nodes' devices, also where widths do not divide each other."""
+    sizes = sizes[:1] * len(sizes) if even else sizes
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    widths = [width for width in wanted if mesh_places(nodes, width)]
+    if evenly_divided(nodes, widths) and sum(widths) <= len(nodes):
+        pool = [DeviceGroup((str(i),), "device", 1) for i in range(len(nodes))]
+        free = FreeDevices(pool, sizes[0], set(widths))
+        places = [tuple(map(int, free.take(width))) for width in widths]
+    else:
+        together = place_together(nodes, widths)
+        if together is None:
+            return
+        places = together
+    assert [len(place) for place in places] == widths
+    used = [device for place in places for device in place]
+    assert len(used) == len(set(used))
+    for place in places:
+        assert shape_of(nodes, place) == shape_of(nodes, mesh_places(nodes, len(place))[0])
+
+
+def test_meshes_of_two_and_three_devices_share_nodes_of_six() -> None:
+    """A cluster of two nodes with 6 A100 and 4 H100 each: of its A100, stages may have meshes of 2 and of 3."""
+    cluster = Cluster.preset("6xA100-80+4xH100", nodes=2)
+    with torch.device("meta"):
+        model, x = nn.Linear(8, 8), torch.empty(16, 8)
+    costs = estimate_costs(example_ahead(model, (x,), {}, batch_dim=None), cluster)
+    pools = pools_of(costs.groups)
+    (pool,) = (number for number, groups in enumerate(pools) if len(groups) == 12)
+    groups = _of_any_width(costs, pools, [(pool, 2, 2), (pool, 2, 1), (pool, 3, 2)])
+    assert groups is not None
+    meshes = [group.devices for stage in groups for group in stage]
+    assert [len(mesh) for mesh in meshes] == [2, 2, 2, 3, 3]
+    assert len({device for mesh in meshes for device in mesh}) == 12
+    assert all(len({cluster.node_of(device) for device in mesh}) == 1 for mesh in meshes)
+
+
+def test_meshes_of_whole_nodes_take_those_that_are_free() -> None:
+    assert place_together([0, 0, 1, 1, 2, 2, 3, 3, 4, 4], [6, 4]) == [tuple(range(6)), tuple(range(6, 10))]

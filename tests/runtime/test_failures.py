@@ -175,6 +175,16 @@ def test_a_loss_function_that_fails_reaches_the_caller() -> None:
         assert_works(pm)
 
 
+def test_a_loss_that_reads_what_was_computed_before_the_call_is_refused_in_words() -> None:
+    """torch says only that a graph is gone backward through twice: by two micro-batches."""
+    pm, scale = pipelined(), nn.Parameter(torch.ones(()))
+    computed = scale.exp()
+    with pytest.raises(InputError, match=r"computed before the call .* compute it inside the loss function"):
+        pm.train_step(*call(), target=torch.zeros(6), loss_fn=lambda y, t: (y * computed).square().mean())
+    pm.train_step(*call(), target=torch.zeros(6), loss_fn=lambda y, t: (y * scale.exp()).square().mean())
+    assert scale.grad is not None
+
+
 def test_a_failure_in_the_callers_own_graph_leaves_the_call_usable() -> None:
     pm = pipelined()
     output = pm(*call())

@@ -16,7 +16,9 @@ from autopar.costs.gradient_reduction import ReductionCurve
 from autopar.costs.sends import Lane
 from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atom_times import Behind, CoreSeconds, PassSeconds
-from autopar.planner.inter_op.problem import DeviceKind, Gradients, Launches, Overlapping, Problem, Space
+from autopar.planner.inter_op.device_kind import DeviceKind, Gradients
+from autopar.planner.inter_op.problem import Launches, Overlapping, Problem
+from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Phase

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_cases import MODELS, Job, loss_of, plan_of
+from rank_misuse import raised_by
 from rank_states import OPTIMIZERS, ready, square
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -133,8 +134,8 @@ def _killed(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def messages(folder: Path) -> list[str]:
-    """Errors of calls that do not fit, on each rank."""
+def messages(folder: Path) -> list[tuple[str, str, bool]]:
+    """Errors of calls that do not fit, on each rank, and whether rank 0 alone shows them."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -152,7 +153,7 @@ def messages(folder: Path) -> list[str]:
         lambda: autopar.load(folder, model, extra={"b": 1}),
         lambda: autopar.load(folder, model, torch.optim.AdamW([nn.Parameter(torch.ones(3))])),
     ]
-    return [message_of(call) for call in calls]
+    return [raised_by(call) for call in calls]
 
 
 def message_of(call: Callable[[], Any]) -> str:

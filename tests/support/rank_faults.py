@@ -24,6 +24,7 @@ from autopar import Plan
 from autopar.capture import export
 from autopar.runtime.ranks.faults import heartbeats
 from autopar.runtime.ranks.parameters.own import RankParameters
+from autopar.runtime.ranks.world import joined
 
 N_STEPS = 6
 TIMEOUT = "8"  # s without a sign of life: captures on a busy machine can hold up a beat for some
@@ -173,19 +174,32 @@ def interrupted_while_waiting(folder: Path) -> None:
     pm.train_step(x, target=x, loss_fn=functional.mse_loss)
 
 
-def saved_on_one_rank(folder: Path) -> None:
-    """Rank 0 alone saves, as scripts for one process do, while the others go on training."""
-    own = dist.get_rank()
-    os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
-    heartbeats.DIFFERENT = 2.0
+def ended_before(call: str) -> None:
+    """Rank 1's script ends before the others call `call`."""
     torch.manual_seed(0)
     model, x = mlp(), torch.randn(8, 12)
     pm = autopar.parallelize(model, plan=Plan.from_split(SPLITS["mlp"][2], n_microbatches=4), cache=False)
-    autopar.save(folder, pm, step=0)
-    for step in range(1, 4):
-        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
-        if own == 0:
-            autopar.save(folder, pm, step=step)
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    if dist.get_rank() == 1:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    if call == "by_hand":
+        Plan.by_hand(mlp(), None, example_args=(x,), data=2)
+    else:
+        autopar.parallelize(mlp())
+
+
+def waits_apart(folder: Path) -> None:
+    """Ranks that wait for each other in different calls."""
+    own = dist.get_rank()
+    os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
+    heartbeats.DIFFERENT = 2.0
+    world = joined()
+    assert world is not None
+    with world.watcher.call("both"):
+        world.gathered(0)
+    with world.watcher.call("other" if own else "one"):
+        dist.recv(torch.zeros(1), 1 - own)
 
 
 def caught_on_all_ranks() -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from autopar.analysis.example import LossFunction
 from autopar.errors import CheckpointError
 from autopar.runtime.checkpoints.participants import participants
 from autopar.runtime.ranks.one_message import is_on_all_ranks
+from autopar.runtime.ranks.whole_state import whole_state_dict
 
 NO_GRADIENT = "returned a loss without a gradient"
 
@@ -167,6 +169,31 @@ def raised_together() -> list[tuple[str, str, bool]]:
         raised_by(lambda: team.done("writing", lambda: fails(OSError("no space")))),
         raised_by(lambda: team.done("reading", lambda: fails(CheckpointError("a mistake of rank 1")))),
     ]
+
+
+def different_calls(folder: Path) -> dict[str, str]:
+    """What is raised where ranks make two calls at the same time, by their names, rank 0's first; and by a call after
+    all of these that all ranks make."""
+    _, pm, x = ready(Job("mlp", "replicas 2"))
+    optimizer, scaler = torch.optim.SGD(pm.parameters(), lr=0.1), autopar.GradScaler(init_scale=1.0)
+
+    def step() -> None:
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "train_step": step,
+        "forward": lambda: pm(x),
+        "clip_grad_norm_": lambda: autopar.clip_grad_norm_(pm, 1.0),
+        "GradScaler.step or unscale_": lambda: scaler.unscale_(optimizer),
+        "save": lambda: autopar.save(folder, pm, step=1),
+        "load": lambda: autopar.load(folder, pm),
+        "whole_state_dict": lambda: whole_state_dict(pm),
+    }
+    step()
+    found, names = {}, [*calls]
+    for pair in zip(names, [*names[2:], *names[:2]], strict=True):
+        found[" / ".join(pair)] = message_of(calls[pair[dist.get_rank()]])
+    return found | {"": message_of(step)}
 
 
 def loss_of_another_dtype(dtype: torch.dtype) -> str:

@@ -20,8 +20,8 @@ from typing import Any
 
 _NAMES = ("collective", "axis", "nbytes", "seconds")
 _ENDS = ("operator", "tensor")
-_FLAGS = ("backward", "once")
-_WORDS = r"(?: backward)?(?: once)?"
+_FLAGS = ("backward", "once", "again")
+_WORDS = "".join(f"(?: {flag})?" for flag in _FLAGS)
 _KIND = re.compile(rf"(?P<kind>\S+) (?P<axis>\S+?)(?P<flags>{_WORDS})(?P<more>(?:, \S+{_WORDS})*)")
 
 

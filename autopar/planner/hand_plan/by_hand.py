@@ -64,7 +64,8 @@ def plan_by_hand(
     )
     contradictions += _mixed_stages(degrees, cluster)
     if problems or refused or contradictions:
-        sizes = shared.cut_sizes(example, cluster).not_divided(degrees.tensor) if degrees.tensor > 1 else ()
+        n_devices = len(cluster.devices)
+        sizes = shared.cut_sizes(example, cluster).not_divided(degrees.tensor, n_devices) if degrees.tensor > 1 else ()
         _refuse([*problems, *refused], [*contradictions, *sizes])
     n_stages = degrees.n_stages
     recompute, how = _recompute(degrees, example)

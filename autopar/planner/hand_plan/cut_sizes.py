@@ -6,7 +6,7 @@ that contradict each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,13 +45,21 @@ class CutSizes:
             if rule.kinds[index] is IndexKind.KEPT and rule.sizes[index] > 1
         }
 
-    def not_divided(self, tensor: int) -> tuple[str, ...]:
-        """What is wrong with a tensor degree: matrices and attentions without a size that it divides; a few of many."""
-        problems = tuple(dict.fromkeys(self._not_divided(tensor))) if tensor > 1 else ()
-        more = (f"and {len(problems) - _MOST_NAMED} more like these",) if len(problems) > _MOST_NAMED else ()
+    def not_divided(self, tensor: int, devices: int) -> tuple[str, ...]:
+        """What is wrong with a tensor degree: matrices and attentions without a size that it divides; a few of many.
+        Each has the largest degree below it that divides the number of `devices` and a size of every one."""
+        if tensor == 1:
+            return ()
+        cut = list(self._cut(tensor))
+        fitting = (n for n in range(min(tensor, devices), 0, -1) if devices % n == 0)
+        right = next(n for n in fitting if all(_divides(n, sizes) for _, sizes in cut))
+        wrong = dict.fromkeys(what for what, sizes in cut if not _divides(tensor, sizes))
+        problems = [f"{what}; tensor={right} would be right" for what in wrong]
+        more = [f"and {len(problems) - _MOST_NAMED} more like these"] if len(problems) > _MOST_NAMED else []
         return (*problems[:_MOST_NAMED], *more)
 
-    def _not_divided(self, n: int) -> Iterator[str]:
+    def _cut(self, n: int) -> Iterator[tuple[str, Sequence[int]]]:
+        """(what is wrong if none of the sizes is a multiple of the degree `n`, the sizes) of all that is cut."""
         for node in self.task.module.graph.nodes:
             if node.op in ("placeholder", "get_attr", "output") or not tensors_in(self.facts.values[node]):
                 continue
@@ -62,20 +70,14 @@ class CutSizes:
             }
             for name, shape in matrices.items():
                 sizes = shape[:2] if "conv" in str(node.target) else shape  # not the extent of a convolution's kernel
-                if all(size % n for size in sizes):
-                    yield (
-                        f"{name} of shape {shape} cannot be cut over tensor={n}: no size is a multiple of it; "
-                        f"give a divisor of one, such as {max(largest_divisor(size, n) for size in sizes)}"
-                    )
+                yield f"{name} of shape {shape} cannot be cut over tensor={n}: no size is a multiple of it", sizes
             rule = self.facts.with_rule(node).rule
             if rule is None or matrices or not is_product(node):
                 continue
             heads = list(self.heads(node.name, rule).values())
-            if heads and all(size % n for size in heads):
-                yield (
-                    f"{self.keys.get(node.name, node.name)} has {' x '.join(map(str, heads))} heads, which tensor={n} "
-                    f"devices cannot share evenly; give a divisor, such as {largest_divisor(heads[-1], n)}"
-                )
+            if heads:
+                key, counts = self.keys.get(node.name, node.name), " x ".join(map(str, heads))
+                yield f"{key} has {counts} heads, which tensor={n} devices cannot share evenly", heads
 
     def _matrix(self, node: fx.Node) -> torch.nn.Parameter | None:
         value = get_attribute(self.task.module, str(node.target)) if node.op == "get_attr" else None
@@ -85,6 +87,11 @@ class CutSizes:
 def is_product(node: fx.Node) -> bool:
     """Whether a node may be a product of an attention."""
     return str(node.target).removeprefix("aten.").partition(".")[0] in _PRODUCTS
+
+
+def _divides(n: int, sizes: Sequence[int]) -> bool:
+    """Whether a degree divides any of the sizes."""
+    return any(size % n == 0 for size in sizes)
 
 
 def largest_divisor(size: int, most: int) -> int:

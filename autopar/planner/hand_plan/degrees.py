@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,9 +77,10 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
     samples = data * wanted.micro_batch
     each, uneven = divmod(wanted.batch, data)
     if uneven:
+        most = largest_divisor(math.gcd(wanted.batch, n_devices), data)
         yield (
             f"data={data} replicas share each batch, but the batch of {wanted.batch} samples is no multiple of {data}; "
-            f"give a divisor of {wanted.batch} as data, such as {largest_divisor(wanted.batch, data)}"
+            f"give a divisor of {wanted.batch} as data, such as {most}"
         )
     elif each % wanted.micro_batch:
         yield (

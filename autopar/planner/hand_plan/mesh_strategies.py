@@ -65,7 +65,7 @@ def penalties(
     Raises PlanError that names the operators with sizes that the degrees do not divide.
     """
     offences = Offences(problem, degrees, batch_dims, keys)
-    problems = offences.sizes.not_divided(degrees.tensor)
+    problems = offences.sizes.not_divided(degrees.tensor, degrees.tensor * degrees.pipeline * degrees.data)
     if problems:
         raise PlanError("the model cannot follow the degrees:\n  " + "\n  ".join(problems))
     same: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}

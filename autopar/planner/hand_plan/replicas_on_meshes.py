@@ -27,11 +27,14 @@ ARE_A_MESH = "replicas are a mesh"  # in a note of the changed plan
 _AXIS = "data"  # as plans by hand call the axis of replicas
 
 
-def replicas_on_meshes(plan: Plan, example: Example, cluster: Cluster, options: PlanOptions) -> Plan:
+def replicas_on_meshes(
+    plan: Plan, example: Example, cluster: Cluster, options: PlanOptions, n_microbatches: int | None = None
+) -> Plan:
     """`plan`, which has no predictions, with a mesh in the place of the replicas of every whole stage.
 
-    A replica does as many samples in each micro-batch as before, or, where stages have different numbers of replicas,
-    as many micro-batches as the plan has. The same plan if it has no replicas of whole stages.
+    With `n_microbatches` the plan has that many. Without, a replica does as many samples in each micro-batch as before,
+    or, where stages have different numbers of replicas, the plan has as many micro-batches as before. The same plan if
+    it has no replicas of whole stages.
 
     Raises PlanError for a batch that cannot be shared out so, and for replicas of meshes.
     """
@@ -44,7 +47,7 @@ def replicas_on_meshes(plan: Plan, example: Example, cluster: Cluster, options: 
     if all(_replicas(stage) == 1 for stage in plan.stages):
         return plan
     example, _ = search_options(example, options, len(cluster.devices))
-    n = _microbatches(plan)
+    n = _microbatches(plan) if n_microbatches is None else n_microbatches
     problems = list(_not_shared_out(plan, n, example))
     if problems:
         raise PlanError("replicas cannot share out the samples of each micro-batch:\n  " + "\n  ".join(problems))
@@ -85,10 +88,12 @@ def _not_shared_out(plan: Plan, n_microbatches: int, example: Example) -> Iterat
         yield f"the batch cannot be split: {example.batching.obstacle}"
         return
     batch = max(1, example.program.batch_size)
-    for number, stage in enumerate(plan.stages):
-        r = _replicas(stage)
+    counts = [_replicas(stage) for stage in plan.stages]
+    shared = [n for n in range(n_microbatches, 0, -1) if all(batch % (n * r) == 0 for r in counts if r > 1)]
+    for number, r in enumerate(counts):
         if r > 1 and batch % (n_microbatches * r):
-            right = "choose n_microbatches so that they are" if batch % r == 0 else f"{r} does not divide the batch"
+            wrong = f"{r} does not divide the batch" if batch % r else "those of other stages do not divide it"
+            right = f"n_microbatches={shared[0]} would be right" if shared else wrong
             yield (
                 f"stage {number} has {r} replicas, and {batch} samples are no {n_microbatches} micro-batches of a "
                 f"multiple of {r} samples; {right}"

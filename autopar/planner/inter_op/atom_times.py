@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable, HostTimes
-from autopar.plan.recompute import Recompute
+from autopar.plan.recompute import PARTLY, Recompute
 from autopar.planner.inter_op.atoms import Atoms
 from cost_models.collectives.overlap import CONTENTION, left_over, overlapped_pass
 from cost_models.kernels.launches import Seconds, overlapped_seconds, waits
@@ -112,6 +112,7 @@ class OverlappedAtoms:
 
     network: PassSeconds[np.ndarray]  # [n] of all collectives for one micro-batch
     hidden: PassSeconds[np.ndarray]  # [n] of those behind kernels
+    hidden_again: Mapping[Recompute, np.ndarray]  # [n] of those in what runs again, less those that it makes needless
     gradients: np.ndarray  # [n] once a step
     parameters: np.ndarray  # [n] once a step
     bucket: float
@@ -124,9 +125,7 @@ class AtomTimes(NamedTuple):
     host: PassSeconds[np.ndarray]  # [n] of the host, to launch them
     start: float  # of the host, at the start of each pass of a stage
     once: np.ndarray  # [n] once a step, however many micro-batches: collectives inside of a mesh
-    cores: CoreSeconds[np.ndarray]  # [n] of attention
-    blocks: CoreSeconds[np.ndarray]  # [n] of all layers
-    operators: CoreSeconds[np.ndarray]  # [n] of these, but for what is kept of every second product
+    again: Mapping[Recompute, CoreSeconds[np.ndarray]]  # [n] by mode of PARTLY: what the backward runs again
     overlapped: OverlappedAtoms | None = None
     splitting: np.ndarray | float = 0.0  # [n] of Python, more than these where a backward comes in two parts
     # `kernels` of stages that are not compiled, where `kernels` are of compiled ones; None: all stages run alike.
@@ -164,9 +163,8 @@ class AtomTimes(NamedTuple):
         atoms = np.asarray(inside)  # once, as every sum would make one of a list
         kernels, host = (_summed(times, atoms) for times in (self.kernels, self.host))
         network = None if self.overlapped is None else _summed(self.overlapped.network, atoms)
-        parts = {Recompute.SELECTIVE: self.cores, Recompute.FULL: self.blocks, Recompute.OPERATORS: self.operators}
-        if recompute in parts:
-            again = CoreSeconds(*(float(of[atoms].sum()) for of in parts[recompute]))
+        if recompute in PARTLY:
+            again = CoreSeconds(*(float(of[atoms].sum()) for of in self.again[recompute]))
             kernels, host, network = with_cores(kernels, host, network, again)
         taken = PassSeconds(*map(float, passes(kernels, host, self.start, network, split=split)))
         return in_one_part(taken) if recompute.by_layer else taken
@@ -181,14 +179,24 @@ class AtomTimes(NamedTuple):
         """Of all collectives in the passes of a stage, where some run behind kernels."""
         return _NO_NETWORK if self.overlapped is None else _summed(self.overlapped.network, inside)
 
-    def hidden(self, inside: Sequence[int]) -> float:
-        """What a micro-batch of a stage would take longer if no collective ran behind kernels."""
-        if self.overlapped is None:
+    def hidden(self, inside: Sequence[int], *, split: bool = False, recompute: Recompute = Recompute.NONE) -> float:
+        """What a micro-batch of a stage would take longer if no collective ran behind kernels, with what it runs
+        again."""
+        times, own = self.running(recompute), self.overlapped
+        if own is None:
             return 0.0
         lost = 1 - CONTENTION
-        exposed = PassSeconds(*(k + lost * h for k, h in zip(self.kernels, self.overlapped.hidden, strict=True)))
-        alone, taken = self._replace(kernels=exposed, overlapped=None).stage(inside), self.stage(inside)
-        return max(0.0, float(alone.forward + alone.backward - taken.forward - taken.backward))
+        exposed = PassSeconds(*(k + lost * h for k, h in zip(times.kernels, own.hidden, strict=True)))
+        again = {
+            mode: of._replace(kernels=of.kernels + lost * own.hidden_again[mode]) for mode, of in times.again.items()
+        }
+        alone = times._replace(kernels=exposed, again=again, overlapped=None)
+
+        def total(of: AtomTimes) -> float:
+            taken = of.stage(inside, split=split, recompute=recompute)
+            return taken.forward * (2 if recompute == Recompute.STAGE else 1) + taken.backward
+
+        return max(0.0, total(alone) - total(times))
 
     def behind(self, inside: Sequence[int]) -> Behind[float]:
         """Of the collectives inside of a stage's mesh."""
@@ -225,12 +233,15 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     host = table.host
     launches = sums(nothing, nothing) if host is None else sums(host.forward, host.backward, host.loss)
     once = nothing if table.once is None else table.once
+    run_again = {mode: atoms.run_again(costs, table.nodes, mode) for mode in PARTLY}
     overlapped = None
     if table.overlapped is not None:
         own = table.overlapped
         networks = sums(*own.network, weight=own.weight)
         gradients, parameters = (atoms.sums(table.nodes, times) for times in (own.gradients, own.parameters))
-        overlapped = OverlappedAtoms(networks, sums(*own.hidden), gradients, parameters, own.bucket)
+        hidden = own.hidden[0] - (0.0 if table.gathering is None else table.gathering.hidden)
+        hidden_again = {mode: atoms.sums(table.nodes, hidden * inside) for mode, inside in run_again.items()}
+        overlapped = OverlappedAtoms(networks, sums(*own.hidden), hidden_again, gradients, parameters, own.bucket)
     start = 0.0 if host is None else host.start
     forward, backward, loss = table.at(rows)
     if host is not None and not costs.overlap.launches:
@@ -239,17 +250,16 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     launched = nothing if host is None else host.forward
     once_more = [forward, launched, network]
     if table.gathering is not None:
-        once_more = [seconds - less for seconds, less in zip(once_more, table.gathering, strict=True)]
-    cores, blocks, operators = (
-        CoreSeconds(*(atoms.sums(table.nodes, seconds * inside) for seconds in once_more))
-        for inside in (of(costs, table.nodes) for of in (atoms.of_cores, atoms.of_blocks, atoms.of_operators))
-    )
+        once_more = [seconds - less for seconds, less in zip(once_more, table.gathering[:3], strict=True)]
+    again = {
+        mode: CoreSeconds(*(atoms.sums(table.nodes, seconds * inside) for seconds in once_more))
+        for mode, inside in run_again.items()
+    }
     kernels = sums(forward, backward, loss, table.weight)
     # Stages on meshes never divide backwards, and where launches have prices, these are of other systems, too.
     splits = host is None and name not in costs.configuration
     splitting = atoms.sums(table.nodes, np.where(backward > 0, costs.python.splitting, 0.0)) if splits else 0.0
-    again = (cores, blocks, operators)
-    times = AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), *again, overlapped, splitting)
+    times = AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), again, overlapped, splitting)
     if table.accumulation is not None:
         times = times._replace(accumulation=atoms.sums(table.nodes, table.accumulation))
     ratio = costs.compiled.get(name)

@@ -19,6 +19,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import StageConfiguration
 from autopar.costs.operator_cost import OperatorCost, Weight
 from autopar.errors import InputError
+from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.small_atoms import join_small_atoms
@@ -82,35 +83,15 @@ class Atoms:
         """The graph that is cut. `weight`: seconds of each atom, [n]."""
         return AtomGraph(len(self.nodes), self.edges, weight, self.values)
 
-    def of_cores(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
-        """Whether each node belongs to the core of an attention, [nodes]."""
-        if names not in self._in_cores:
-            self._in_cores[names] = np.array([costs.operators[name].core is not None for name in names])
-        return self._in_cores[names]
-
-    def of_blocks(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
-        """Whether each node belongs to a layer that may run again, [nodes]."""
-        if names not in self._in_blocks:
-            self._in_blocks[names] = np.array([costs.operators[name].block is not None for name in names])
-        return self._in_blocks[names]
-
-    def of_operators(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
-        """Whether each node runs again where layers keep every second product, [nodes]."""
-        if names not in self._run_again:
-            kept = np.array([costs.operators[name].kept for name in names], dtype=bool)
-            self._run_again[names] = self.of_blocks(costs, names) & ~kept
-        return self._run_again[names]
+    def run_again(self, costs: CostGraph, names: tuple[str, ...], recompute: Recompute) -> np.ndarray:
+        """Whether each node runs again within the backward of a stage with this mode, [nodes]."""
+        if (names, recompute) not in self._run_again:
+            again = [costs.operators[name].runs_again(recompute) for name in names]
+            self._run_again[names, recompute] = np.array(again, dtype=bool)
+        return self._run_again[names, recompute]
 
     @cached_property
-    def _run_again(self) -> dict[tuple[str, ...], np.ndarray]:
-        return {}
-
-    @cached_property
-    def _in_blocks(self) -> dict[tuple[str, ...], np.ndarray]:
-        return {}
-
-    @cached_property
-    def _in_cores(self) -> dict[tuple[str, ...], np.ndarray]:
+    def _run_again(self) -> dict[tuple[tuple[str, ...], Recompute], np.ndarray]:
         return {}
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from autopar.costs.cost_graph import CostGraph
@@ -89,49 +90,32 @@ def _of_any_width(
     costs: CostGraph, pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]
 ) -> tuple[tuple[DeviceGroup, ...], ...] | None:
     """The groups of each stage, in order. `needs`: pool, width and replicas of each stage."""
-    cluster = costs.mesh_cluster
-    if cluster is None or costs.shards is not None:  # meshes may have any widths, and nodes any numbers of devices
-        return _at_hand(costs, pools, needs)
-    if cluster.nodes == 1 and not _even(pools, needs):
-        # Within a single node, meshes may lie anywhere.
-        left = [[group.first for group in pool] for pool in pools]
-        return tuple(tuple(costs.group(tuple(_first(left[pool], width))) for _ in range(n)) for pool, width, n in needs)
-    free = []
-    for index, pool in enumerate(pools):
-        nodes = [cluster.node_of(group.first) for group in pool]
-        widths = {width for of_pool, width, _ in needs if of_pool == index}
-        free.append(FreeDevices(pool, nodes.count(nodes[0]), widths))
-    return tuple(tuple(costs.group(free[pool].take(width)) for _ in range(n)) for pool, width, n in needs)
-
-
-def _at_hand(
-    costs: CostGraph, pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]
-) -> tuple[tuple[DeviceGroup, ...], ...] | None:
     found: list[list[DeviceGroup]] = [[] for _ in needs]
     for index, pool in enumerate(pools):
         mine = [(stage, width) for stage, (of_pool, width, n) in enumerate(needs) for _ in range(n) if of_pool == index]
-        places = place_together(nodes_of(costs, pool), [width for _, width in mine])
-        if places is None:
-            return None
-        for (stage, _), place in zip(mine, places, strict=True):
-            found[stage].append(costs.group(tuple(pool[device].first for device in place)))
+        nodes, widths = nodes_of(costs, pool), [width for _, width in mine]
+        # At hand, meshes may have any widths, and nodes any numbers of devices.
+        planned_ahead = costs.mesh_cluster is not None and costs.shards is None
+        if planned_ahead and evenly_divided(nodes, widths):
+            free = FreeDevices(pool, nodes.count(nodes[0]), set(widths))
+            meshes = [free.take(width) for width in widths]
+        else:
+            places = place_together(nodes, widths)
+            if places is None:
+                return None
+            meshes = [tuple(pool[device].first for device in place) for place in places]
+        for (stage, _), mesh in zip(mine, meshes, strict=True):
+            found[stage].append(costs.group(mesh))
     return tuple(map(tuple, found))
 
 
-def _even(pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether, in each pool of a single node, widths divide it, and each divides the next (`FreeDevices`)."""
-    for index, pool in enumerate(pools):
-        widths = sorted({len(pool), *(width for of_pool, width, _ in needs if of_pool == index)})
-        if any(b % a for a, b in itertools.pairwise(widths)):
-            return False
-    return True
-
-
-def _first(names: list[str], width: int) -> list[str]:
-    """The first `width` of the names, which are taken out of the list."""
-    taken = names[:width]
-    del names[:width]
-    return taken
+def evenly_divided(nodes: Sequence[int], widths: Collection[int]) -> bool:
+    """Whether `FreeDevices` finds the places of meshes: nodes have equally many devices, widths divide a node and each
+    other, or are whole nodes. `nodes`: the number of each device's node."""
+    (per_node, *others) = set(Counter(nodes).values())
+    within = sorted({per_node, *(width for width in widths if width < per_node)})
+    divided = all(b % a == 0 for a, b in itertools.pairwise(within))
+    return not others and divided and all(width % per_node == 0 for width in widths if width > per_node)
 
 
 def _from(

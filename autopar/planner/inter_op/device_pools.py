@@ -11,9 +11,9 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import ReductionCurve, reduction_curve, reduction_seconds_per_byte
 from autopar.costs.sends import Lane, Lanes, estimated_sends
+from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.mesh_places import mesh_places
 from autopar.planner.inter_op.optimizer_seconds import optimizer_rates
-from autopar.planner.inter_op.problem import DeviceKind
 
 # Groups of one device kind whose memory differs by less than this factor count as equal, with the smaller memory.
 _SAME_MEMORY = 1.1

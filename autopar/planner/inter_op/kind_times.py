@@ -46,7 +46,7 @@ def overlapping_of(times: Sequence[AtomTimes], overlap: Overlap) -> Overlapping 
     if not overlap.gradients and all(t.overlapped is None for t in times):
         return None
     nothing = np.zeros(times[0].once.shape)
-    none = OverlappedAtoms(PassSeconds(*[nothing] * 3), PassSeconds(*[nothing] * 3), nothing, nothing, 0.0)
+    none = OverlappedAtoms(PassSeconds(*[nothing] * 3), PassSeconds(*[nothing] * 3), {}, nothing, nothing, 0.0)
     own = [t.overlapped or none for t in times]
     network = PassSeconds(*(np.maximum(each, 0.0) for each in zip(*(one.network for one in own), strict=True)))
     behind = Behind(*map(np.array, ([o.gradients for o in own], [o.parameters for o in own], [o.bucket for o in own])))

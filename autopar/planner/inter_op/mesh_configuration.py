@@ -183,6 +183,7 @@ class _NodeSeconds(NamedTuple):
     parameters: _ByNode
     regathered: _ByNode  # of `backward`, of activations that are gathered again
     network_regathered: _ByNode  # of `network_backward`, the same
+    hidden_regathered: _ByNode  # of `hidden_backward`, the same
 
 
 def _host(
@@ -233,7 +234,7 @@ def _gathering(
             if one.regathered_for:
                 _add(counts, one, _reader(one, solution), one.times * _launches(one), program.folded)
         launched = _columns({"all": counts}, table.nodes, program)["all"] * (host.node + host.kernel)
-    return GatheringTimes(columns["regathered"], launched, columns["network_regathered"])
+    return GatheringTimes(columns["regathered"], launched, columns["network_regathered"], columns["hidden_regathered"])
 
 
 def _host_at_hand(
@@ -286,6 +287,8 @@ def _with_collectives(
                 hidden = (taken - exposed) / (1 - CONTENTION)
             _add(seconds.regathered, collective, reader, exposed, folded)
             _add(seconds.network_regathered, collective, reader, taken, folded)
+            if is_behind:
+                _add(seconds.hidden_regathered, collective, reader, hidden, folded)
         _add(backward if back else forward, collective, reader, exposed, folded)
         _add(seconds.network_backward if back else seconds.network_forward, collective, reader, taken, folded)
         if back:

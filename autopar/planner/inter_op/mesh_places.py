@@ -57,8 +57,12 @@ def place_together(nodes: Sequence[int], widths: Sequence[int]) -> list[Place] |
             fitting = [of for of in free.values() if len(of) >= width]
             place = tuple(min(fitting, key=len)[:width]) if fitting else None
         else:
-            unused = {device for of in free.values() for device in of}
-            place = next((one for one in mesh_places(nodes, width) if unused.issuperset(one)), None)
+            # Whole nodes: those of a mesh lie alike, wherever they are.
+            whole, together = [of for of in free.values() if len(of) == most], width // most
+            if width == together * most and together <= len(whole):
+                place = tuple(device for of in whole[:together] for device in of)
+            else:
+                place = tuple(range(len(nodes))) if width == len(nodes) == sum(map(len, free.values())) else None
         if place is None:
             return None
         found[index] = place

@@ -54,7 +54,9 @@ def _looked_at(searching: Searching) -> str:
     found = f"{len(counts)} numbers of micro-batches from {counts[0]} to {counts[-1]}"
     if len(counts) == 1:
         found = f"{counts[0]} micro-batch" + ("es" if counts[0] > 1 else "")
-    return f"{found}, {'all' if searching.complete else 'the most promising'} {searching.n_cuts} cuts"
+    found += f", {'all' if searching.complete else 'the most promising'} {searching.n_cuts} cuts"
+    widths = ", ".join(map(str, searching.only_on_some_devices))
+    return f"{found}, meshes of {widths} only where plans leave devices unused" if widths else found
 
 
 def _meshes(searching: SearchingAhead) -> str:

@@ -14,178 +14,18 @@ On a line of atoms the cuts are its prefixes and a stage is an interval.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from autopar.costs.gradient_reduction import BUCKET, ReductionCurve, SizePosition
-from autopar.costs.sends import Lane
 from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atom_times import Behind, CoreSeconds, PassSeconds
-from autopar.planner.inter_op.cut_tables import Tables, tables
-from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
-from cost_models.memory.optimizer_step import OptimizerRates
-
-
-@dataclass(frozen=True)
-class Space:
-    """The atoms, what they share and send, and the cuts between which stages may lie. Bytes of the whole batch.
-
-    Raises:
-        ValueError: bytes are NaN, infinite or negative, an array has the wrong shape, an atom does not exist.
-    """
-
-    cuts: np.ndarray  # bool [n_cuts, n]: the atoms before each cut; by size, from none to all of them
-    values: tuple[Value, ...]
-    resident: tuple[Shared, ...]  # parameters, gradients, optimizer state, buffers; whatever the batch
-    gradients: tuple[Shared, ...]  # reduced once a step where the stage is replicated; whatever the batch
-    saved: tuple[Shared, ...]  # activations kept for backward
-    transient: np.ndarray  # [n] bytes while the atom runs; the maximum over a stage counts
-    once: tuple[Shared, ...] = ()  # seconds once a step of a stage that has any of the atoms
-    stepped: tuple[Stepped, ...] = ()  # what the optimizer does once a step
-    rebuilt: tuple[Shared, ...] = ()  # those of `saved` that stages make again which recompute cores of attention
-    core: np.ndarray | None = None  # [n] bytes of these that are there at once while the atom's backward runs
-    kept: tuple[Shared, ...] = ()  # what stages keep that make layers again one by one
-    block: np.ndarray | None = None  # [n] bytes at work in their backwards, with what the atom's layer makes again
-    layered: tuple[int, ...] = ()  # atoms with operators of such layers
-    pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage that it must be in, from 0)
-    recomputed: tuple[int, ...] = ()  # atoms whose stage must recompute
-    outside: tuple[int, ...] = ()  # those of them that are not in layers that run again one by one
-    unrepeatable: tuple[int, ...] = ()  # atoms whose stage may not
-    lane: float = 0.0  # s per byte between nodes, for values that several devices of a node hold alike
-
-    def __post_init__(self) -> None:
-        _check(self.cuts.ndim == 2 and self.cuts.dtype == np.bool_, "cuts must be an array of bool [n_cuts, n]")
-        n = self.n_atoms
-        _check(n >= 1, "the problem needs at least one atom")
-        _check(len(self.cuts) >= 2 and not self.cuts[0].any() and bool(self.cuts[-1].all()), "cuts go from none to all")
-        sizes = self.cuts.sum(axis=1)
-        _check(bool((np.diff(sizes) >= 0).all()), "cuts must be sorted by the number of atoms before them")
-        _check(self.transient.shape == (n,), f"transient must have shape {(n,)}, got {self.transient.shape}")
-        check_costs("transient", self.transient)
-        check_costs("values: nbytes", [value.nbytes for value in self.values])
-        check_costs("values: grad_nbytes", [value.grad_nbytes for value in self.values])
-        check_costs("values: gather", [value.gather for value in self.values])
-        check_costs("lane", self.lane)
-        for index, value in enumerate(self.values):
-            inside = all(0 <= atom < n for atom in (value.producer, *value.consumers))
-            _check(inside, f"values[{index}] names an atom outside 0..{n - 1}: {value}")
-        _check(self.core is None or self.core.shape == (n,), f"core must have shape {(n,)}")
-        _check(self.block is None or self.block.shape == (n,), f"block must have shape {(n,)}")
-        for name in ("resident", "gradients", "saved", "once", "rebuilt", "kept"):
-            items: tuple[Shared, ...] = getattr(self, name)
-            check_costs(f"{name}: nbytes", [item.nbytes for item in items])
-            for index, item in enumerate(items):
-                inside = all(0 <= atom < n for atom in item.atoms)
-                _check(inside, f"{name}[{index}] names an atom outside 0..{n - 1}: {item}")
-        hinted = (*(atom for atom, _ in self.pinned), *self.recomputed, *self.outside, *self.unrepeatable)
-        for atom in (*hinted, *self.layered):
-            _check(0 <= atom < n, f"a hint names an atom outside 0..{n - 1}: {atom}")
-
-    @property
-    def n_atoms(self) -> int:
-        return int(self.cuts.shape[1])
-
-    @cached_property
-    def cuts_as_numbers(self) -> np.ndarray:
-        """0 or 1, [n_cuts, n]: a product with it sums over the atoms before each cut."""
-        return self.cuts.astype(float)
-
-    @cached_property
-    def tables(self) -> Tables:
-        """Every quantity of a stage, by pair of cuts."""
-        return tables(
-            self.cuts,
-            values=self.values,
-            lane=self.lane,
-            resident=self.resident,
-            gradients=self.gradients,
-            saved=self.saved,
-            transient=self.transient,
-            once=self.once,
-            stepped=self.stepped,
-            rebuilt=self.rebuilt,
-            core=self.core,
-            kept=self.kept,
-            block=self.block,
-            layered=self.layered,
-            outside=self.outside,
-            recomputed=self.recomputed,
-            unrepeatable=self.unrepeatable,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Gradients:
-    """Bytes of gradients on each device of many stages."""
-
-    nbytes: np.ndarray
-
-    @cached_property
-    def position(self) -> SizePosition:
-        """Where they lie on all curves."""
-        return SizePosition.of(self.nbytes)
-
-
-@dataclass(frozen=True)
-class DeviceKind:
-    """Devices that cost the same, or meshes of a pool's devices under one stage configuration.
-
-    Each replica of a stage takes `width` devices of the pool, so stages of several widths share its devices:
-
-        pool of 8     stage 0: 2 replicas of width 2 |0 0'1 1'|   stage 1: 1 replica of width 4 |2 2 2 2|
-    """
-
-    name: str
-    count: int  # devices of the pool
-    memory: float  # usable bytes on each; math.inf for no limit
-    latency: float  # seconds a transfer into a device takes before its first byte, at least
-    seconds_per_byte: float  # of that transfer, counted to the stage that receives, at least
-    reduce_seconds_per_byte: float  # of a replicated stage, once a step, for every replica but the first
-    send_seconds_per_byte: float = 0.0  # of a transfer out of the device, once for every value, counted to the sender
-    all_reduce: Callable[[int], ReductionCurve] | None = None  # of gradients, by replicas; None: one adds up for all
-    exchange: ReductionCurve | None = None  # of gradients of tied parameters, with another stage; None: free
-    optimizer: OptimizerRates | None = None  # of the optimizer's step, once a step; None: free
-    pool: int | None = None  # kinds of one pool share its devices; None for all kinds: each has its own
-    space: Space | None = None  # what stages hold and send here, over the same cuts; None: as in the problem
-    width: int = 1  # devices of one replica
-    lanes: Callable[[int], Lane] | None = None  # into the device, by replicas; None: always by the fields above
-    copies: int = 1  # of the whole pipeline: a stage has as many times its replicas
-
-    def lane(self, replicas: int) -> Lane:
-        """The lane of transfers into each device of a stage with `replicas`."""
-        return Lane(self.latency, self.seconds_per_byte) if self.lanes is None else self.lanes(replicas * self.copies)
-
-    def of_one_copy(self, copies: int, chunks: int) -> DeviceKind:
-        """The same for one of `copies` of the whole pipeline, whose gradients are added up over all copies, and which
-        share the cards of their nodes. A device counts once for each of its `chunks` stages."""
-        return replace(self, count=max(1, self.count // copies * chunks), copies=copies)
-
-    def reduction(self, replicas: int, nbytes: Gradients) -> np.ndarray:
-        """Seconds once a step to add up the gradients of stages with this many replicas."""
-        replicas *= self.copies
-        if self.all_reduce is not None:
-            return self.all_reduce(replicas).at(nbytes.position)
-        return (replicas - 1) * self.reduce_seconds_per_byte * nbytes.nbytes
-
-    def bucket(self, replicas: int) -> float:
-        """Seconds of a bucket of these gradients."""
-        replicas *= self.copies
-        if self.all_reduce is not None:
-            return self.all_reduce(replicas).bucket
-        return (replicas - 1) * self.reduce_seconds_per_byte * BUCKET
-
-    def stepped(self, tables: Tables) -> np.ndarray | float:
-        """Seconds once a step of the optimizer, for all stages of `tables`."""
-        if self.optimizer is None or tables.stepped is None:
-            return 0.0
-        return np.asarray(self.optimizer.seconds(tables.stepped))
-
-    def exchanged(self, nbytes: Gradients) -> np.ndarray:
-        """Seconds once a step to add up the gradients of parameters that other stages have, too."""
-        return np.zeros_like(nbytes.nbytes) if self.exchange is None else self.exchange.at(nbytes.position)
+from autopar.planner.inter_op.checks import check, check_costs
+from autopar.planner.inter_op.cut_tables import Tables
+from autopar.planner.inter_op.device_kind import DeviceKind
+from autopar.planner.inter_op.space import Space
 
 
 @dataclass(frozen=True)
@@ -260,49 +100,49 @@ class Problem:
 
     def __post_init__(self) -> None:
         n = self.space.n_atoms
-        _check(len(self.kinds) >= 1, "the problem needs at least one kind of device")
+        check(len(self.kinds) >= 1, "the problem needs at least one kind of device")
         for name in ("forward", "backward", "weight", "once", "accumulation"):
             array = getattr(self, name)
             if array is not None:
                 shape = (len(self.kinds), n)
-                _check(array.shape == shape, f"{name} must have shape {shape}, got {array.shape}")
+                check(array.shape == shape, f"{name} must have shape {shape}, got {array.shape}")
                 check_costs(name, array)
         for name, array in () if self.launches is None else self.launches.each._asdict().items():
             shape = (len(self.kinds), n)
-            _check(array.shape == shape, f"launches: {name} must have shape {shape}, got {array.shape}")
+            check(array.shape == shape, f"launches: {name} must have shape {shape}, got {array.shape}")
             check_costs(f"launches: {name}", array)
         for name, array in () if self.captured is None else self.captured.each._asdict().items():
             shape = (len(self.kinds), n)
-            _check(array.shape == shape, f"captured: {name} must have shape {shape}, got {array.shape}")
+            check(array.shape == shape, f"captured: {name} must have shape {shape}, got {array.shape}")
             check_costs(f"captured: {name}", array)
         if self.overlapping is not None:
             named = {**self.overlapping.network._asdict(), **self.overlapping.behind._asdict()}
             for name, array in named.items():
                 of_kinds = (len(self.kinds), *([n] if name != "bucket" else []))
-                _check(array.shape == of_kinds, f"overlapping: {name} must have shape {of_kinds}, got {array.shape}")
+                check(array.shape == of_kinds, f"overlapping: {name} must have shape {of_kinds}, got {array.shape}")
                 check_costs(f"overlapping: {name}", array)
         for groups, seconds in (("cores", self.cores), ("blocks", self.blocks)):
             for name, array in () if seconds is None else seconds._asdict().items():
                 shape = (len(self.kinds), n)
-                _check(array.shape == shape, f"{groups}: {name} must have shape {shape}, got {array.shape}")
+                check(array.shape == shape, f"{groups}: {name} must have shape {shape}, got {array.shape}")
                 check_costs(f"{groups}: {name}", array)
         check_costs("overhead", self.overhead)
         check_costs("handling", self.handling)
         for name in ("n_microbatches", "max_replicas", "chunks"):
             count = getattr(self, name)
-            _check(count >= 1, f"{name} must be at least 1, got {count}")
+            check(count >= 1, f"{name} must be at least 1, got {count}")
         behind = self.schedule in ("gpipe", "interleaved-1f1b")
-        _check(behind or not self.sends_behind, f"under {self.schedule}, sends are not behind passes")
-        _check(self.chunks == 1 or self.max_replicas == 1, "stages of a device that has several have no replicas")
+        check(behind or not self.sends_behind, f"under {self.schedule}, sends are not behind passes")
+        check(self.chunks == 1 or self.max_replicas == 1, "stages of a device that has several have no replicas")
         for kind in self.kinds:
-            _check(kind.count >= 1, f"kind {kind.name!r} must have at least 1 device, got {kind.count}")
-            _check(kind.width >= 1, f"kind {kind.name!r}: a replica has at least 1 device, got {kind.width}")
-            _check(kind.memory >= 0, f"kind {kind.name!r}: memory must be a number of bytes >= 0, got {kind.memory}")
+            check(kind.count >= 1, f"kind {kind.name!r} must have at least 1 device, got {kind.count}")
+            check(kind.width >= 1, f"kind {kind.name!r}: a replica has at least 1 device, got {kind.width}")
+            check(kind.memory >= 0, f"kind {kind.name!r}: memory must be a number of bytes >= 0, got {kind.memory}")
             for field in ("latency", "seconds_per_byte", "reduce_seconds_per_byte", "send_seconds_per_byte"):
                 check_costs(f"kind {kind.name!r}: {field}", getattr(kind, field))
             same = kind.space is None or kind.space.cuts is self.space.cuts
-            _check(same, f"kind {kind.name!r}: its space has other cuts")
-        _check(set(self.pools) == set(range(len(set(self.pools)))), f"pools must be 0, 1, .., got {self.pools}")
+            check(same, f"kind {kind.name!r}: its space has other cuts")
+        check(set(self.pools) == set(range(len(set(self.pools)))), f"pools must be 0, 1, .., got {self.pools}")
 
     @property
     def n_atoms(self) -> int:
@@ -404,15 +244,3 @@ def _longer(kernels: np.ndarray, launches: np.ndarray) -> np.ndarray:
     """For every kind the row [n] that adds up to more."""
     longer = launches.sum(axis=1, keepdims=True) > kernels.sum(axis=1, keepdims=True)
     return np.where(longer, launches, kernels)
-
-
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
-def check_costs(name: str, costs: object) -> None:
-    """Raise ValueError unless every number in `costs` is finite and >= 0."""
-    array = np.asarray(costs, dtype=float)
-    bad = array[~(np.isfinite(array) & (array >= 0))]
-    _check(bad.size == 0, f"{name} must be finite and >= 0, got {bad.flat[0] if bad.size else None}")

@@ -12,18 +12,21 @@ import numpy as np
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.sends import Lanes, estimated_sends
+from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atom_times import AtomTimes, CoreSeconds, atom_times
 from autopar.planner.inter_op.atoms import make_atoms, with_configurations
 from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import cuts_worth_looking_at, most_cuts
 from autopar.planner.inter_op.cuts import AtomGraph
+from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.device_pools import kind_of_pool, nodes_of, pools_of
 from autopar.planner.inter_op.kind_times import accumulation_of, by_kind, captured_of, launches_of, overlapping_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
-from autopar.planner.inter_op.mesh_places import counts_exactly
+from autopar.planner.inter_op.mesh_places import counts_exactly, mesh_places
 from autopar.planner.inter_op.optimizer_seconds import stepped
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
+from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
+from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.micro_batches import largest_size
@@ -247,6 +250,17 @@ class SearchSpace:
             self._known_counts[key] = counts_exactly(self._nodes[pool], width, n_devices)
         return self._known_counts[key]
 
+    @property
+    def only_on_some_devices(self) -> list[int]:
+        """Widths of meshes that plans on all devices of their pool do not have: hosts have fewer places for them than
+        the number of devices says, and the search counts devices."""
+        uncounted = {
+            (pool, width)
+            for (pool, width, n), exactly in self._known_counts.items()
+            if not exactly and n == self.full[pool]
+        }
+        return sorted({width for pool, width in uncounted if mesh_places(self._nodes[pool], width)})
+
     def _known_kind(self, pool: int, width: int) -> DeviceKind:
         if (pool, width) not in self._known_kinds:
             self._known_kinds[pool, width] = self._kind(pool, width)
@@ -269,13 +283,13 @@ class SearchSpace:
         rebuilt, saved = (sum(one.nbytes for one in of) for of in (self.atoms.cores.rebuilt, self.atoms.saved))
         if not self.costs.training or rebuilt <= _LEAST_REBUILT * saved:
             return None
-        return by_kind([t.cores for t in times])
+        return by_kind([t.again[Recompute.SELECTIVE] for t in times])
 
     def _blocks(self, times: Sequence[AtomTimes]) -> CoreSeconds[np.ndarray] | None:
         """By kind; None where the model repeats no layers that may run again."""
         if not self.costs.training or not self.atoms.layers.atoms:
             return None
-        return by_kind([t.blocks for t in times])
+        return by_kind([t.again[Recompute.FULL] for t in times])
 
     def _times(self, kind: str, busy: int, rows: float) -> AtomTimes:
         key = (kind, 1 if self.ahead else busy, rows)

@@ -14,7 +14,8 @@ from autopar.planner.inter_op.atom_times import (
     seconds_once,
     with_cores,
 )
-from autopar.planner.inter_op.problem import Gradients, Problem
+from autopar.planner.inter_op.device_kind import Gradients
+from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.stage_tables import Mode
 
 

@@ -175,19 +175,21 @@ class _StageSolution:
         """The collectives of one operator, as often as they happen."""
         key = self._operators.keys[node.name]
         names = {self._operators.represented_by(_item(n)): self._maker(n) for n in node.all_input_nodes}
+        runs_again = node.name in self._run_again
         for one in self._caused_by.get(self._represented_by(node), ()):
             if one.reader != OUTPUT and one.item not in names:
                 continue  # of the layer that represents this one, which reads the tensor before the first layer
-            if one.regathered_for and node.name in self._run_again:
+            if one.regathered_for and runs_again:
                 continue
             tensor = key if one.reader == OUTPUT else names[one.item]
             for step in one.steps:
                 if step.collective is not None:
                     axis = self._found.mesh.names[step.axis]
                     ends = (key, tensor, round(step.nbytes), step.seconds)
-                    yield Exchange(step.collective, axis, *ends, one.backward, one.once)
+                    again = runs_again and not (one.backward or one.once)
+                    yield Exchange(step.collective, axis, *ends, one.backward, one.once, again)
         for exchange in self._within.get(self._represented_by(node), ()):
-            yield replace(exchange, operator=key, tensor=key)
+            yield replace(exchange, operator=key, tensor=key, again=runs_again and not exchange.backward)
 
     def _maker(self, tensor: fx.Node) -> str:
         """Of an item of a list, the operator that made the list."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from autopar.errors import CheckpointError, InputError, warn
 from autopar.runtime.checkpoints import directories
 from autopar.runtime.checkpoints.participants import Participants
+from autopar.runtime.ranks.one_message import on_all_ranks
 
 
 def choose(team: Participants, directory: str | os.PathLike[str], step: int | None, *, required: bool) -> Path | None:
@@ -32,8 +33,8 @@ def choose(team: Participants, directory: str | os.PathLike[str], step: int | No
     if required:
         wanted = f"no checkpoint of step {step} in {root}" if step is not None else f"no checkpoint in {root}"
         if skipped:
-            raise CheckpointError(f"there is {wanted} that can be loaded: {_unusable(skipped)}")
-        raise CheckpointError(f"there is {wanted}; autopar.save(directory, ...) makes them")
+            raise on_all_ranks(CheckpointError(f"there is {wanted} that can be loaded: {_unusable(skipped)}"))
+        raise on_all_ranks(CheckpointError(f"there is {wanted}; autopar.save(directory, ...) makes them"))
     _say(team, skipped, "there is no earlier one, so nothing is loaded")
     return None
 
@@ -42,9 +43,11 @@ def _check_same_directory(team: Participants, root: Path) -> None:
     roots = team.gathered(str(root))
     others = [rank for rank, theirs in enumerate(roots) if theirs != roots[0]]
     if others:
-        raise InputError(
-            f"ranks load from different directories: {roots[0]} on rank 0, {roots[others[0]]} on rank {others[0]}; "
-            "give every rank the same"
+        raise on_all_ranks(
+            InputError(
+                f"ranks load from different directories: {roots[0]} on rank 0, {roots[others[0]]} on rank {others[0]}; "
+                "give every rank the same"
+            )
         )
 
 

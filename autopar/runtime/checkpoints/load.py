@@ -29,6 +29,7 @@ from autopar.runtime.checkpoints.reading import metadata_of, read, training_of, 
 from autopar.runtime.checkpoints.save import check_model_and_optimizer, wait_for_saving
 from autopar.runtime.ranks.faults.watcher import watched
 from autopar.runtime.ranks.module import RankedModule
+from autopar.runtime.ranks.one_message import on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def load(
     """
     check_model_and_optimizer(model, optimizer)
     wait_for_saving()
-    team = participants()
+    team = participants("load")
     folder = choose(team, directory, step, required=required)
     if folder is None:
         return None
@@ -109,7 +110,10 @@ def _check_model(team: Participants, folder: Path, model: nn.Module, metadata: M
     for shapes, names in team.gathered(mine):
         own |= {name: one for name, one in shapes.items() if name not in own or saved.get(name) != one}
         ties.append(names)
-    contents.check_same_model(folder, saved, own, training.tied, contents.joined_ties(ties))
+    try:
+        contents.check_same_model(folder, saved, own, training.tied, contents.joined_ties(ties))
+    except InputError as error:
+        raise on_all_ranks(error) from None
 
 
 def _load_model(folder: Path, model: nn.Module) -> None:

@@ -68,11 +68,13 @@ class Participants:
         return self.each(what, do if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
 
 
-def participants() -> Participants:
-    """Collective at the first call of a process group."""
+def participants(beginning: str = "") -> Participants:
+    """Collective. `beginning`: the call that all ranks begin with it, if it does not run inside of another."""
     world = joined()
     if world is None:
         return Participants(0, 1, None)
+    if beginning:
+        world.announced(beginning)
     default = dist.group.WORLD
     if default not in _groups:
         _groups.clear()  # of process groups that have ended

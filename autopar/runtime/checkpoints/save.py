@@ -35,6 +35,7 @@ from autopar.runtime.checkpoints.reading import alone_warning_off
 from autopar.runtime.ranks.faults.failure import described
 from autopar.runtime.ranks.faults.watcher import lost, watched
 from autopar.runtime.ranks.module import RankedModule
+from autopar.runtime.ranks.one_message import on_all_ranks
 
 _METADATA = ".metadata"
 
@@ -167,7 +168,7 @@ def _collected(
     asynchronous: bool,
 ) -> _Writing:
     """What this rank writes, and an empty directory to write it to. Collective."""
-    team, failed = participants(), f"{saving.path} cannot be saved"
+    team, failed = participants("save"), f"{saving.path} cannot be saved"
     _check_same_call(team, saving)
     entries: dict[str, Any] = {}
 
@@ -198,7 +199,8 @@ def _collected(
     own, (_, first, _) = found[team.rank], found[0]
     without = [rank for rank, one in enumerate(found) if (one[1] is None) != (first is None)]
     if without:
-        raise InputError(f"rank 0 saves {'no' if first is None else 'an'} optimizer, rank {without[0]} does otherwise")
+        otherwise = f"rank 0 saves {'no' if first is None else 'an'} optimizer, rank {without[0]} does otherwise"
+        raise on_all_ranks(InputError(otherwise))
     differs = any(one[0] != found[0][0] for one in found)
     mine = contents.RankTraining(random_states(), contents.unpacked(own[0]) if differs else None)
     entries[contents.training_of_rank(team.rank)] = contents.packed(mine)
@@ -215,9 +217,11 @@ def _check_same_call(team: Participants, saving: Saving) -> None:
     calls = team.gathered(str(saving.path))
     others = [rank for rank, path in enumerate(calls) if path != calls[0]]
     if others:
-        raise InputError(
-            f"ranks save different checkpoints: {calls[0]} on rank 0, {calls[others[0]]} on rank {others[0]}; give "
-            "every rank the same directory and step"
+        raise on_all_ranks(
+            InputError(
+                f"ranks save different checkpoints: {calls[0]} on rank 0, {calls[others[0]]} on rank {others[0]}; give "
+                "every rank the same directory and step"
+            )
         )
 
 

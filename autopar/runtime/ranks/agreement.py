@@ -16,14 +16,12 @@ from autopar.capture.call_inputs import leaf_names
 from autopar.capture.module_hooks import has_hooks
 from autopar.capture.program import flattened
 from autopar.errors import InputError
+from autopar.runtime.ranks.due import Due
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.parameters.model_changes import ModelChanges
 from autopar.runtime.ranks.world import World
 from autopar.runtime.signatures.captures import CallArguments
 from autopar.runtime.signatures.model_state import State
-
-CHECK_EVERY = 100  # calls between two comparisons of the batch's content
-_CHECKED_FIRST = 2  # calls whose content is compared at the start: the first may be an example
 
 _SAME_MODEL = (
     "change the model alike on every rank, between the same calls: a hook that logs on one rank can be on all of them, "
@@ -130,20 +128,19 @@ class CallAgreement:
     def __init__(self, world: World, model: nn.Module, changes: ModelChanges) -> None:
         """`changes`: of the model, which ranks agree on with every call."""
         self._world, self._model, self._changes = world, model, changes
-        self._n_calls = 0
+        self._due = Due()
 
     def gathered_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, by rank, once all agree on what they changed of the model. Raises InputError on all
         ranks where they do not."""
         n = len(numbers)
-        found = self._world.gathered_numbers([*numbers, *self._changes.numbers()])
+        found = self._world.announced("a call of the module", [*numbers, *self._changes.numbers()])
         self._changes.agree([theirs[n:] for theirs in found])
         return [theirs[:n] for theirs in found]
 
     def is_content_due(self) -> bool:
-        """Whether this call's content is compared. Counts the calls."""
-        self._n_calls += 1
-        return self._n_calls <= _CHECKED_FIRST or self._n_calls % CHECK_EVERY == 0
+        """Whether this call's content is compared. Once for every call."""
+        return self._due.now()
 
     def check(self, kind: CallKind, call: CallArguments, split: int) -> int:
         """Raise InputError on all ranks unless they make the same call with the same batch.

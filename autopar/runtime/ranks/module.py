@@ -16,10 +16,11 @@ from autopar.errors import InputError
 from autopar.options import Data, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.runtime.module import PipelinedModule
-from autopar.runtime.ranks.agreement import compare, digest
+from autopar.runtime.ranks.agreement import compare
 from autopar.runtime.ranks.calls import RankCalls
 from autopar.runtime.ranks.parameters.own import RankParameters
 from autopar.runtime.ranks.planning import DecideTogether, plan_together
+from autopar.runtime.ranks.same_plan import compare_plans
 from autopar.runtime.ranks.signatures import RankSignatures
 from autopar.runtime.ranks.step_records import profile_of_ranks
 from autopar.runtime.ranks.world import World
@@ -63,7 +64,6 @@ class RankedModule(PipelinedModule):
         """Raise InputError on all ranks where they were made with other `options`, or were given another `plan`.
         Collective."""
         same, script = "give the same on every rank", "run the same script on every rank"
-        given = "no plan" if plan is None else f"a plan of {len(plan.stages)} stages ({digest(plan.to_json())})"
         chosen = {"data": "per-rank" if self._takes_shares else "whole"}
         chosen |= {field.name: getattr(options, field.name) for field in fields(options)}
         facts = {
@@ -71,10 +71,10 @@ class RankedModule(PipelinedModule):
             "the version of autopar": (__version__, "install the same everywhere"),
             "the model": (type(self.unwrap()).__name__, script),
             **{f"the options of parallelize: {name}": (repr(value), same) for name, value in chosen.items()},
-            "the plan that parallelize is given": (given, same),
             **{f"the model's tensors: {name}": (_described(t), script) for name, t in _tensors(self.unwrap())},
         }
         compare(self._world, facts)
+        compare_plans(self._world, plan)
 
     @property
     def placed_parameters(self) -> RankParameters | None:
@@ -159,22 +159,33 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{shape} {tensor.dtype}{', trained' if tensor.requires_grad else ''}"
 
 
+_TIME_EACH = (
+    "give plan= (from autopar.plan, Plan.by_hand or plan.with_), and compare the steps of several with "
+    "train_step(profile=True)"
+)
+
+
 def check_options(options: PlanOptions) -> PlanOptions:
     """The options with which rank 0 plans. Raises InputError for those that ranks do not follow so far, all in one
-    message."""
+    message, with what to do instead."""
     refused = {
-        "tune": options.tune not in (0, "auto"),
-        "calibrate": options.calibrate,
-        "candidates": bool(options.candidates),
-        f"compile='{GRAPHS}'": options.compile == GRAPHS,
-        "dynamic with sizes": isinstance(options.dynamic, Mapping),
-        "verify": options.verify,
+        "tune": (options.tune not in (0, "auto"), _TIME_EACH),
+        "calibrate": (options.calibrate, "leave it out: ranks plan with what all of them measure together"),
+        "candidates": (bool(options.candidates), _TIME_EACH),
+        f"compile='{GRAPHS}'": (options.compile == GRAPHS, "give compile=True"),
+        "dynamic with sizes": (
+            isinstance(options.dynamic, Mapping),
+            "give dynamic=True, or None: other sizes are captured when they come",
+        ),
+        "verify": (options.verify, "check once in one process, with devices=: what it finds holds for ranks, too"),
     }
-    named = [name for name, given in refused.items() if given]
-    if named:
-        raise InputError(
-            f"{', '.join(named)}: not with one process a device so far; leave it out, or use one process (devices=)"
-        )
+    instead: dict[str, list[str]] = {}  # names by advice
+    for name, (given, advice) in refused.items():
+        if given:
+            instead.setdefault(advice, []).append(name)
+    if instead:
+        what = "; ".join(f"{', '.join(names)}: {advice}" for advice, names in instead.items())
+        raise InputError(f"not with one process a device so far: {what}")
     return replace(options, tune=0)  # plans to compare would run as threads of rank 0
 
 

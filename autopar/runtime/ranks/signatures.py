@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.parameters.holders import StageGrid, check_supported, grids
 from autopar.runtime.ranks.parameters.own import Borrowed, RankParameters, hollow_stages, named_tensors
+from autopar.runtime.ranks.same_plan import compare_plans
 from autopar.runtime.ranks.world import World
 from autopar.runtime.signatures.bound_signature import (
     BoundSignature,
@@ -127,7 +127,8 @@ class RankSignatures(Signatures):
             return None
         own = _number_of(split)
         if own != self.agreed_split and self._world.differ(torch.tensor(own, dtype=torch.int64)):
-            reasons = self._world.gathered(f"'{split.combine}'" + (f" ({split.why})" if split.why else ""))
+            why = "; ".join(text for text in (split.why, split.error) if text)
+            reasons = self._world.gathered(f"'{split.combine}'" + (f" ({why})" if why else ""))
             texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
             raise on_all_ranks(
                 InputError(
@@ -180,7 +181,6 @@ class RankSignatures(Signatures):
             "the version of torch": (torch.__version__, "install the same everywhere"),
             "the version of autopar": (__version__, "install the same everywhere"),
             "the captured program": (digest(_without_numbers(str(signature.program.graph))), _SAME_SCRIPT),
-            "the plan": (digest(_decision(plan)), "give every rank the same plan"),
         }
         if not self.parameters.placed:
             same = "build the model from the same seed (torch.manual_seed) or the same checkpoint on every rank"
@@ -189,6 +189,7 @@ class RankSignatures(Signatures):
             facts["the parameters that are trained"] = (text, "call requires_grad_() alike on every rank")
             facts["the model's weights"] = (weights_digest(self._model, self.to_be_filled), same)
         compare(self._world, facts)
+        compare_plans(self._world, plan)
 
     def _placements(self, plan: Plan, stages: Sequence[StageGrid]) -> list[StagePlacement]:
         remote: dict[tuple[int, ...], RemoteWorker] = {}  # by the ranks of a slot: chunks share their slots
@@ -237,9 +238,3 @@ def _number_of(split: LossSplit) -> int:
 def _without_numbers(graph: str) -> str:
     """A graph's text with the same GPU on all ranks: a model that was built on each rank's own has its number."""
     return re.sub(r"(cuda:|type='cuda', index=)\d+", r"\1", graph)
-
-
-def _decision(plan: Plan) -> str:
-    """What a plan decides, without what it predicts: measurements of two ranks differ."""
-    alone = plan.without_predictions("compared")
-    return replace(alone, notes=(), assumed=None).to_json()

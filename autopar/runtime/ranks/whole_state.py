@@ -24,6 +24,7 @@ def whole_state_dict(module: RankedModule, rank: int = 0) -> dict[str, Any]:
     get one tensor again. The extra state of a module, of any type, is that of the first rank that runs the module.
     """
     world, own, names = module.world, module.state_dict(), module.names()
+    world.announced("whole_state_dict")
     tensors = {name: value for name, value in own.items() if not _is_object(name, value)}
     objects = {name: _sent(own[name]) for name in own.keys() - tensors.keys()}
     facts: list[dict[str, _Fact]] = world.gathered(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from autopar.lower import process_groups
 from autopar.runtime.ranks import places
 from autopar.runtime.ranks.faults import leaving
 from autopar.runtime.ranks.faults.attempts import start_group
+from autopar.runtime.ranks.faults.failure import names
 from autopar.runtime.ranks.faults.watcher import Watcher, watch
 from autopar.runtime.ranks.messages.channels import Channel, HostChannel, PairChannel, TaggedChannel
 from autopar.runtime.ranks.one_message import on_all_ranks, shown_once
@@ -32,6 +37,7 @@ from autopar.runtime.ranks.slurm import rank_variables
 from cost_models.hardware.devices import Device, parse_devices
 
 _CPU = torch.device("cpu")
+_ROW = 32  # numbers that a rank announces a call with
 _worlds: dict[Any, World] = {}  # by torch's default process group
 
 
@@ -158,12 +164,19 @@ class World:
         dist.all_gather(found, own, group=self.control)
         return [theirs.tolist() for theirs in found]
 
-    def gathered_floats(self, number: float) -> list[float]:
-        """Every rank's number, by rank."""
-        own = torch.tensor(number, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self.control)
-        return [theirs.item() for theirs in found]
+    def announced(self, kind: str, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Every rank's numbers, by rank, as the first thing that ranks exchange in a call (of the watcher). Collective.
+
+        Ranks that make other calls announce theirs in rows of the same size. So all learn of it, and raise InputError,
+        unless all calls are of one `kind` and have as many numbers.
+        """
+        first, rest = numbers[: _ROW - 2], numbers[_ROW - 2 :]
+        own = [zlib.crc32(kind.encode()), len(numbers), *first]
+        rows = self.gathered_numbers([*own, *[0] * (_ROW - len(own))])
+        if any(row[:2] != rows[0][:2] for row in rows):
+            raise on_all_ranks(InputError(_different_calls(self.gathered(self.watcher.position.what or kind))))
+        more = self.gathered_numbers(rest) if rest else [[] for _ in rows]
+        return [[*row[2 : 2 + len(first)], *others] for row, others in zip(rows, more, strict=True)]
 
     def differ(self, number: torch.Tensor) -> bool:
         """Whether a 64-bit number differs between ranks."""
@@ -199,6 +212,12 @@ class World:
         everyone = tuple(range(self.size))
         return self.groups([everyone])[everyone], self.device
 
+    def command(self, n: int) -> str:
+        """How torchrun starts `n` ranks, on as many machines as now if these can have equally many."""
+        machines = len({place.machine for place in self.places})
+        nodes = f"--nnodes {machines} " if machines > 1 and n % machines == 0 else ""
+        return f"torchrun {nodes}--nproc-per-node {n // machines if nodes else n} {Path(sys.argv[0]).name}"
+
     def devices(self, resident: Any) -> tuple[Device, ...]:
         """The device of every rank, each with a name of its own: of all ranks, their tensors are on this rank's here.
         Collective. `resident`: see parse_devices.
@@ -219,6 +238,30 @@ class World:
             Device(name, self.device, kind, memory, threads)
             for name, (kind, memory, threads) in zip(names, found, strict=True)
         )
+
+
+def _different_calls(calls: Sequence[str]) -> str:
+    """What is wrong where ranks make different calls at the same time. `calls`: by rank."""
+    ranks = {what: [rank for rank, one in enumerate(calls) if one == what] for what in dict.fromkeys(calls)}
+    what = ", ".join(f"{names(theirs)} called {call}" for call, theirs in ranks.items())
+    models = "" if len(ranks) > 1 else " of different models"
+    return f"ranks make different calls: {what}{models}; every rank must make the same calls in the same order"
+
+
+@contextlib.contextmanager
+def together(what: str, devices: Any) -> Iterator[World | None]:
+    """Around what all ranks do beside the calls of modules: the world of this process, if it is a rank, and the user
+    has given no `devices` of this process alone.
+
+    Raises InputError where other ranks make another call, and AutoparError, with its rank, where one has ended.
+    """
+    world = joined() if devices is None else None
+    if world is None:
+        yield None
+        return
+    with world.watcher.naming_lost():
+        world.announced(what)
+        yield world
 
 
 def joined() -> World | None:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.capture.program import describe, users_frames
-from autopar.errors import NotANumberError
+from autopar.errors import InputError, NotANumberError
 from autopar.runtime.stages.stage_replica import StageReplica
 from autopar.schedule.clock import Phase
 from cost_models import available_memory
@@ -22,6 +22,18 @@ PHASE_NAMES = {
     Phase.INPUT: "backward (inputs)",
     Phase.WEIGHT: "backward (parameters)",
 }
+
+
+def in_words(error: Exception) -> Exception:
+    """What to raise in the place of an error of an action: the error itself, or InputError where torch's own does not
+    say what is wrong with the user's code."""
+    if isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error):
+        return InputError(
+            "the loss function (or the model) reads a tensor that was computed before the call from others that "
+            "require a gradient, and every micro-batch would go back through that computation: compute it inside the "
+            "loss function, detach() it, or pass it as the target"
+        )
+    return error
 
 
 def add_context(error: Exception, replica: StageReplica, phase: Phase, microbatch: int) -> None:

@@ -28,7 +28,7 @@ from autopar.capture import torch_private
 from autopar.capture.thread_state import CallerState
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.stages.stage_replica import ReplicaAction, StageReplica, Work
-from autopar.runtime.step.error_context import PHASE_NAMES, add_context
+from autopar.runtime.step.error_context import PHASE_NAMES, add_context, in_words
 from autopar.runtime.step.mailbox import Aborted, Mailbox
 from autopar.runtime.step.workers import Worker
 from autopar.schedule.clock import Phase
@@ -141,7 +141,10 @@ class Execution:
             except Aborted:
                 raise
             except Exception as error:
-                add_context(error, replica, phase, microbatch)
+                raised = in_words(error)
+                add_context(raised, replica, phase, microbatch)
+                if raised is not error:
+                    raise raised from error
                 raise
 
 

@@ -11,10 +11,11 @@ import pytest
 from rank_faults import (
     caught_on_all_ranks,
     caught_on_one_rank,
+    ended_before,
     interrupted_while_waiting,
-    saved_on_one_rank,
     through_a_day,
     train,
+    waits_apart,
 )
 from rank_pool import RankPool
 
@@ -80,7 +81,7 @@ def test_all_ranks_end_and_name_the_failure(
         phase = "backward" if where == "backward" else "forward"
         place = rf" in the {phase}( \(inputs\))? of stage {rank}, micro-batch 0 \(call 4, train_step\)"
         if what == "stop" or where == "between":
-            place = ", last heard of .*"
+            place = "(, last heard of .*|)"
         elif what == "kill":  # the action that another rank waited for, or the last beat where it waited for no message
             action = rf" in the (forward|backward) of stage {rank}, micro-batch \d \(call 4, train_step\)"
             place = f"({action}|, last heard of .*)"
@@ -145,12 +146,18 @@ def test_an_interrupted_wait_ends_all_ranks(ranks: RankPool, tmp_path: Path) -> 
         assert "rank 0 failed in call 2, train_step: KeyboardInterrupt" in text
 
 
+@pytest.mark.parametrize("call", ["by_hand", "parallelize"])
+def test_a_rank_that_has_ended_is_named_by_every_call(ranks: RankPool, call: str) -> None:
+    found = ranks.outcomes(ended_before, 2, call, within=WITHIN)
+    assert "autopar.errors.AutoparError: rank 1 failed: its script had ended after call 1 (" in found[0], found[0]
+
+
 def test_ranks_that_wait_in_different_calls_end(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.outcomes(saved_on_one_rank, 2, tmp_path, within=WITHIN)
+    found = ranks.outcomes(waits_apart, 2, tmp_path, within=WITHIN)
     assert not {"returned", "still runs"} & set(found)
     waits = [
-        "rank 0 failed in call 3, save: rank 1 is in another call 3, train_step, and both wait",
-        "rank 1 failed in call 3, train_step: rank 0 is in another call 3, save, and both wait",
+        "rank 0 failed in call 2, one: rank 1 is in another call 2, other, and both wait",
+        "rank 1 failed in call 2, other: rank 0 is in another call 2, one, and both wait",
     ]
     for text, outcome in zip(said(tmp_path, 2), found, strict=True):
         assert any(one in text + outcome for one in waits), (text, outcome)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from autopar.runtime.ranks.faults.failure import Position
 from autopar.runtime.ranks.faults.leaving import all_ended
 from autopar.runtime.ranks.faults.watcher import Watcher
 
@@ -114,9 +115,9 @@ def test_groups_stay_after_a_call_that_failed(tmp_path: Path) -> None:
 def test_ranks_wait_for_each_other_only_as_long_as_all_may_come() -> None:
     store = dist.HashStore()
     first, second = (Watcher(rank, 2, store, -1, 60.0, lambda: True) for rank in range(2))
-    first.heartbeats.end()
+    first.heartbeats.end(Position())
     assert not all_ended(first, 0.0)
-    second.heartbeats.end()
+    second.heartbeats.end(Position())
     assert all_ended(first, 0.0)
     second.failed(ValueError("a mistake"))
     assert not first.went_well()

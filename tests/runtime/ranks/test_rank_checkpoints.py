@@ -174,7 +174,7 @@ def test_a_kill_during_saving_in_the_background_is_said_by_wait(ranks: RankPool,
     assert found == ["returned", "ended"], found[0]
 
 
-def test_mistakes_are_refused_in_the_same_words_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_mistakes_are_refused_in_the_same_words_on_all_ranks_and_shown_once(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(messages, 2, tmp_path)
     assert first == second
     wanted = [
@@ -190,8 +190,9 @@ def test_mistakes_are_refused_in_the_same_words_on_all_ranks(ranks: RankPool, tm
         r"InputError: parameter 0 of the optimizer's group 0, of shape \(3,\), is none of the model's",
     ]
     assert len(first) == len(wanted)
-    for message, pattern in zip(first, wanted, strict=True):
-        assert re.match(pattern, message), message
+    for (kind, message, shown_once), pattern in zip(first, wanted, strict=True):
+        assert re.match(pattern, f"{kind}: {message}"), message
+        assert shown_once, message
 
 
 def test_extra_values_of_each_rank_come_back(ranks: RankPool, tmp_path: Path) -> None:

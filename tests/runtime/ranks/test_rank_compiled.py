@@ -44,7 +44,9 @@ def test_the_stages_of_a_mesh_stay_as_they_are_and_say_why(ranks: RankPool) -> N
 @slow
 def test_what_ranks_cannot_compile_is_refused(ranks: RankPool) -> None:
     for graphs in ranks.run(refused, 2):
-        assert graphs.startswith("InputError: compile='graphs': not with one process a device so far")
+        assert graphs.startswith(
+            "InputError: not with one process a device so far: compile='graphs': give compile=True"
+        )
 
 
 @slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from rank_misuse import (
     changed_on_one_rank,
     clipped_between,
     clipped_with_another_model,
+    different_calls,
     loss_of_another_dtype,
     loss_with_a_late_scale,
     raised_together,
@@ -38,6 +40,16 @@ def test_gradients_of_accumulation_outlive_a_refused_call(ranks: RankPool, n: in
 def test_a_loss_may_set_itself_up_at_its_first_call(ranks: RankPool, where: str) -> None:
     for found in ranks.run(loss_with_a_late_scale, 2, where):
         assert max(found.values()) < TOLERANCE
+
+
+def test_different_calls_are_refused_with_their_names(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(different_calls, 2, tmp_path)
+    assert first == second
+    assert first.pop("") == ""
+    for calls, message in first.items():
+        here, there = calls.split(" / ")
+        named = f"rank 0 called {here}, rank 1 called {there}"
+        assert message.startswith(f"InputError: ranks make different calls: {named}; every rank must"), message
 
 
 CHANGED = {

@@ -62,6 +62,7 @@ def test_a_plan_for_more_devices_than_ranks_is_refused(ranks: RankPool) -> None:
     for message in ranks.run(too_large_a_plan, 2):
         assert "the plan uses 3 devices, but 2 are given" in message
         assert "one rank for each device, 2 of them" in message
+        assert re.search(r"; start 3 with `torchrun --nproc-per-node 3 \S+`$", message)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -114,6 +115,47 @@ def test_where_the_rank_with_the_store_ended_is_what_this_rank_heard_last() -> N
     ]
 
 
+def test_a_rank_that_ended_is_named_with_how_its_script_ended() -> None:
+    first, second, _ = ranks = watchers(3)
+    with first.call("train_step"):
+        pass
+    with pytest.raises(ValueError, match="caught"), first.call("save"):
+        raise ValueError("caught")
+    for one in ranks:
+        one.heartbeats.beat(one.position)
+    first.stop()
+    with second.call("train_step"), second.call("backward"):
+        message = str(second.lost(LostRankError(0, "it waited: Connection closed by peer")))
+    ended = "its script had ended after call 2, which raised ValueError: caught (it waited: Connection closed by peer)"
+    assert message == f"rank 0 failed: {ended}; rank 1 was waiting for it in call 1, train_step"
+
+
+def test_a_place_that_a_rank_has_left_since_is_not_claimed() -> None:
+    first, second = watchers(2)
+    with first.call("train_step"):
+        first.heartbeats.beat(first.position)
+    with second.call("train_step"):
+        pass
+    with second.call("train_step"):
+        message = str(second.lost(LostRankError(0, "it waited: Connection closed by peer")))
+    cause = "its process ended: killed, or crashed (it waited: Connection closed by peer)"
+    assert message == f"rank 0 failed: {cause}; rank 1 was waiting for it in call 2, train_step"
+
+
+def test_an_error_has_the_place_where_it_was_raised() -> None:
+    """Not that of an error before it, which Python has freed since: the new one may have its address."""
+    one = watchers(1)[0]
+    for _ in range(20):
+        with contextlib.suppress(ValueError), one.call("load"):
+            raise ValueError("caught")
+        errors = [ValueError("of the script") for _ in range(20)]
+        for error in errors:
+            one.heartbeats.failure = None
+            one.failed(error)
+            assert one.heartbeats.failure is not None
+            assert one.heartbeats.failure.position.what == ""
+
+
 def test_a_rank_without_beats_fails_after_the_timeout() -> None:
     ranks = watchers(3)
     for one in ranks:
@@ -196,7 +238,7 @@ def test_a_rank_that_ended_in_good_order_is_not_missed() -> None:
     ranks = watchers(3)
     for one in ranks:
         one.heartbeats.beat(one.position)
-    ranks[2].heartbeats.end()
+    ranks[2].heartbeats.end(Position())
     for _ in range(20):
         ranks[1].heartbeats.beat(ranks[1].position)
         ranks[0].heartbeats.listen(1.0)  # to rank 1, in the place of rank 2

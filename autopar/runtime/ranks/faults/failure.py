@@ -36,8 +36,6 @@ class Position:
     microbatch: int = -1
 
     def __str__(self) -> str:
-        if self == UNKNOWN:
-            return "at some place"
         if self.action:
             return f"in the {self.action} of stage {self.stage}, micro-batch {self.microbatch} ({self._call})"
         if self.what:

@@ -18,16 +18,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from autopar.runtime.ranks.faults.failure import Failure, Position
 
 BEAT = 0.5  # s between two beats
 DIFFERENT = 10.0  # s that two ranks may be in different calls: beats are taken while calls begin and end
-ENDED = "ended"  # the last beat of a rank that ended in good order
 
 _FAILED = "failed"
+_ENDED = "ended"  # in the last beat of a rank that ended in good order
+_POSITION = frozenset(field.name for field in fields(Position))
 
 
 class Heartbeats:
@@ -46,17 +47,19 @@ class Heartbeats:
         """A sign of life. `position`: what this rank is doing. `n_raised`: calls that have raised an error here."""
         self._n_beats += 1
         self._own = position, n_raised
-        values = {"number": self._n_beats, "raised": n_raised} | asdict(position)
-        self._store.set(f"beat/{self._rank}", json.dumps(values))
+        self._send({"number": self._n_beats, "raised": n_raised}, position)
 
-    def end(self) -> None:
-        """This rank ends in good order."""
-        self._store.set(f"beat/{self._rank}", ENDED)
+    def end(self, position: Position, error: str = "") -> None:
+        """The last beat: this rank ends in good order. `error`: that its last call raised, if it did."""
+        self._send({_ENDED: error}, position)
+
+    def _send(self, facts: dict[str, Any], position: Position) -> None:
+        self._store.set(f"beat/{self._rank}", json.dumps(facts | asdict(position)))
 
     def all_ended(self) -> bool:
         """Whether all ranks, with this one, have ended in good order."""
         found = self.of(range(self._size))
-        return len(found) == self._size and all(beat == ENDED for beat in found.values())
+        return len(found) == self._size and all(map(has_ended, found.values()))
 
     def of(self, ranks: Sequence[int]) -> dict[int, str]:
         """The last beats of those that ever had one; none where the store is gone."""
@@ -74,7 +77,7 @@ class Heartbeats:
         for distance in range(1, self._size):
             rank = (self._rank - distance) % self._size
             beat = self.of([rank]).get(rank, "")
-            if beat == ENDED:
+            if has_ended(beat):
                 continue
             before, silence = self._heard.get(rank, (beat, 0.0))
             silence = silence + elapsed if beat == before else 0.0
@@ -128,14 +131,23 @@ class Heartbeats:
         return False
 
 
+def has_ended(beat: str) -> bool:
+    """Whether a rank ended in good order with this beat."""
+    return bool(beat) and _ENDED in json.loads(beat)
+
+
+def ending_of(beat: str) -> str:
+    """How a rank ended in good order, with this beat."""
+    error = json.loads(beat)[_ENDED]
+    return f"its script had ended {position_of(beat)}{f', which raised {error}' if error else ''}"
+
+
 def position_of(beat: str) -> Position:
     """What a rank was doing at a beat, as far as the beat says."""
-    if not beat or beat == ENDED:
-        return Position()
-    values = json.loads(beat)
-    return Position(**{key: value for key, value in values.items() if key not in ("number", "raised")})
+    values = json.loads(beat) if beat else {}
+    return Position(**{key: value for key, value in values.items() if key in _POSITION})
 
 
 def raised_until(beat: str) -> int:
-    """How many calls of a rank had raised an error at a beat."""
-    return 0 if not beat or beat == ENDED else int(json.loads(beat)["raised"])
+    """How many calls of a rank had raised an error at a beat, before its last one."""
+    return int(json.loads(beat).get("raised", 0)) if beat else 0

@@ -39,7 +39,7 @@ from autopar.runtime.ranks.faults.failure import (
     is_lost_connection,
     names,
 )
-from autopar.runtime.ranks.faults.heartbeats import BEAT, ENDED, Heartbeats, position_of
+from autopar.runtime.ranks.faults.heartbeats import BEAT, Heartbeats, ending_of, has_ended, position_of
 from autopar.runtime.ranks.faults.raised_calls import RaisedCalls
 from autopar.runtime.ranks.one_message import is_on_all_ranks
 from autopar.runtime.step.error_context import PHASE_NAMES
@@ -48,6 +48,7 @@ from autopar.schedule.clock import Phase
 TIMEOUT = 120.0  # s
 TIMEOUT_VARIABLE = "AUTOPAR_RANK_TIMEOUT"
 
+_WHERE = "position_on_rank"  # attribute of an error that a call has raised: where
 _LOOK = 0.1  # s between two looks of the judge
 _LAST_WORDS = 0.3  # s for a rank that fails in the same way to say so itself
 _LEAVE = 10.0  # s for a rank that has failed to clean up and end by itself
@@ -138,7 +139,7 @@ class Watcher:
         self.raised_calls = RaisedCalls(store, size, timeout)
         self._n_calls, self._inside, self._doing = 0, "", (Phase.FORWARD, -1, -1)
         self._n_raised = 0  # of the calls
-        self._raised = (0, Position())  # id of the error that a call raised last, and where
+        self._last_error = ""  # that the last call raised, if it did
         self._own = threading.Event()  # this rank failed by itself, and is about to end
         self._stopped = threading.Event()
         self._n_looks = 0
@@ -169,20 +170,30 @@ class Watcher:
             _listen_to_signals()
             self._n_calls += 1
             self._inside = what
-        ended = False
+        last_error = ""
         try:
-            yield
-            ended = True
+            with self.naming_lost():
+                yield
         except BaseException as error:
-            if is_lost_connection(error):
-                raise self.lost(error) from error
-            if self._raised[0] != id(error):  # of the innermost call
-                self._raised = (id(error), self.position)
+            error.__dict__.setdefault(_WHERE, self.position)  # of the innermost call
+            last_error = described(error)
             raise
         finally:
-            self._n_raised += not (ended or outer)
+            if not outer:
+                self._n_raised += last_error != ""
+                self._last_error = last_error
             self._inside = outer
             self._doing = (Phase.FORWARD, -1, -1)
+
+    @contextlib.contextmanager
+    def naming_lost(self) -> Iterator[None]:
+        """Inside, a connection that is lost raises AutoparError with the rank, in the place of gloo's error."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            raise self.lost(error) from error
 
     # -- failing --------------------------------------------------------------------------------------------------
 
@@ -194,8 +205,7 @@ class Watcher:
         elif is_lost_connection(error):
             failure = self._lost([r for r in range(self.size) if r != self.rank], described(error))
         else:
-            where = self._raised[1] if id(error) == self._raised[0] else self.position
-            failure = Failure(self.rank, described(error), where, self.rank)
+            failure = Failure(self.rank, described(error), error.__dict__.get(_WHERE, self.position), self.rank)
         first = self.heartbeats.record(failure)
         if first.noticed_by == self.rank and not self._own.is_set():
             _say(f"{first}; all ranks end")
@@ -236,14 +246,14 @@ class Watcher:
             who = names(silent) + " ended" if silent else "a connection broke"
             return Failure(-1, f"{who} ({cause})", self.position, self.rank)
         (rank,) = silent
-        last = self.heartbeats.last(rank)
-        how = "its script had ended" if last == ENDED else "its process ended: killed, or crashed"
-        own = self.position
+        last, own = self.heartbeats.last(rank), self.position
+        how = ending_of(last) if has_ended(last) else "its process ended: killed, or crashed"
         if due is not None:
             return Failure(rank, f"{how} ({cause})", Position(own.call, own.what, *due), self.rank)
-        if not last:
+        heard = position_of(last)
+        if has_ended(last) or not last or heard.call != own.call:  # of a call that it has left since
             return Failure(rank, f"{how} ({cause})", UNKNOWN, self.rank)
-        return Failure(rank, f"{how} ({cause})", position_of(last), self.rank, is_last_beat=True)
+        return Failure(rank, f"{how} ({cause})", heard, self.rank, is_last_beat=True)
 
     def went_well(self) -> bool:
         """Whether no call has raised here, and no failure of any rank is known."""
@@ -277,7 +287,7 @@ class Watcher:
             self._keep_store()
             with contextlib.suppress(RuntimeError):
                 if not self._store_lost:
-                    self.heartbeats.end()
+                    self.heartbeats.end(self.position, self._last_error)
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(_LAST_CALL)
@@ -317,8 +327,8 @@ class Watcher:
                 elif leaving.passed(_TAIL, self._n_calls):
                     self._end(f"{self._store} is gone; {self._ends()}")
             elif waited > self.timeout:
-                what = f"{self._store} has not answered for {self.timeout:g} s"
-                self._end(f"{what}: it is stopped, or its machine cannot be reached; {self._ends()}")
+                silent = f"{self._store} has not answered for {self.timeout:g} s"
+                self._end(f"{silent}: it is stopped, or its machine cannot be reached; {self._ends()}")
             if self._was_interrupted():
                 interrupted.begin(self._n_calls)
             if interrupted.running:
@@ -330,10 +340,10 @@ class Watcher:
 
     @property
     def _store(self) -> str:
-        """For messages: whose process has the store."""
+        """For messages: the process that has the store of all ranks."""
         if self._store_rank >= 0:
-            return f"rank {self._store_rank} failed: the store of all ranks, which its process has,"
-        return "the store of torch.distributed"
+            return f"rank {self._store_rank} failed: its process"
+        return "the process with the store of torch.distributed (torchrun's, of rank 0's machine)"
 
     def _ends(self) -> str:
         return f"rank {self.rank} ends {self.position}"

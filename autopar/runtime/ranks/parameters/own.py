@@ -42,6 +42,7 @@ from autopar.runtime.ranks.parameters.model_changes import ModelChanges
 from autopar.runtime.ranks.parameters.model_tables import ModelTables
 from autopar.runtime.ranks.parameters.optimizer_watch import OptimizerWatch
 from autopar.runtime.ranks.parameters.optimizers import check_works
+from autopar.runtime.ranks.parameters.step_agreement import StepAgreement
 from autopar.runtime.ranks.world import World, current
 from autopar.runtime.stages.device_tensors import move
 from autopar.sharding.layouts import placements
@@ -123,7 +124,10 @@ class RankParameters:
         own = {key: new for key, new in self._new.items() if new is not None}
         names = {id(p): name for name, p in self._model.named_parameters()}
         frozen = {id(p) for p in self._model.parameters() if not p.requires_grad}
-        self.changes.placed(FrozenParameters(names, self._holdings, own, frozen))
+        self.changes.placed(
+            FrozenParameters(names, self._holdings, own, frozen),
+            StepAgreement(self._world, names, self._holdings, own),
+        )
         self._tables.place(self._model, self._new)
         self._watch.placed(self)
 
@@ -248,6 +252,8 @@ class RankParameters:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step with this rank's parameters."""
         self._gathered.stepped(id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        if self.changes.steps is not None:
+            self.changes.steps.stepped(optimizer)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """What this rank's stages read of one of its parameters; it shares the memory, where the rank stores that."""
@@ -282,6 +288,8 @@ class RankParameters:
             old = [p for p in group["params"] if id(p) in self._new and self._new[id(p)] is not p]
             if not old:
                 continue
+            if self.changes.steps is not None:
+                self.changes.steps.is_of_whole_model(optimizer)
             self._restart(optimizer, old)
             if any(optimizer.state.get(p) for p in old):
                 raise InputError(

@@ -202,6 +202,13 @@ def test_replicas_of_a_plan_by_hand_may_exchange_what_no_operator_cuts_by_sample
     assert not degrees_in(replace(plan, stages=(stage,)), "a tool").sequence_parallel, "nothing cuts tensors"
 
 
+def test_sums_that_are_gathered_before_they_are_read_are_no_sequence_parallelism() -> None:
+    """On their way to other samples they are scattered for a while, which saves bytes."""
+    encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    how: dict[str, Any] = {"example_args": (torch.randn(16, 8, 32),), "tensor": 2, "data": 4}
+    assert not degrees_in(Plan.by_hand(encoder, Cluster.preset("8xH100"), **how), "a tool").sequence_parallel
+
+
 def test_a_stage_of_a_plan_by_hand_may_cut_nothing() -> None:
     plan = on_mesh(-1, moves=False, axis="tensor", cut=-1)
     found = degrees_in(plan, "a tool")

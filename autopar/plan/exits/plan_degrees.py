@@ -222,16 +222,18 @@ def _moved(sharding: StageSharding, axis: int) -> Iterator[str]:
 
 
 def _scatters_activations(sharding: StageSharding) -> bool:
-    """Whether sums over parts of tensors leave each device a part: reduce-scatters in place of all-reduces."""
+    """Whether sums over parts of tensors leave each device a part: reduce-scatters in place of all-reduces.
+
+    A sum that is scattered on its way and then gathered is whole where it is read.
+    """
     tensor = [axis for axis in range(len(sharding.mesh)) if _cuts_tensors(sharding, axis)]
     return any(
-        a[axis] == PARTIAL and b[axis] >= 0
+        side and side[-1][axis] >= 0 and any(layout[axis] == PARTIAL for layout in side)
         for axis in tensor
         for one in sharding.redistributions
         if "/" in one.tensor
         for passage in (one.shared, one.own)
         for side in passage
-        for a, b in itertools.pairwise(side)
     )
 
 
@@ -295,7 +297,7 @@ def _strategies(plan: Plan) -> Iterator[NotExpressed]:
         yield NotExpressed(
             "strategies", f"{few(list(dict.fromkeys(in_parts)))} are cut over replicas, which the tool keeps whole"
         )
-    yield from _by_hand_alone(plan)
+    yield from beside_degrees(plan)
     if samples:
         yield NotExpressed(
             "strategies",
@@ -304,7 +306,7 @@ def _strategies(plan: Plan) -> Iterator[NotExpressed]:
         )
 
 
-def _by_hand_alone(plan: Plan) -> Iterator[NotExpressed]:
+def beside_degrees(plan: Plan) -> Iterator[NotExpressed]:
     """What operators that cannot follow the degrees of a plan by hand do, and no tool does."""
     moved: dict[str, None] = {}
     for number, stage in enumerate(plan.stages):

@@ -6,7 +6,7 @@ import math
 
 from autopar.errors import PlanError
 from autopar.plan.degrees import Degrees
-from autopar.plan.exits.plan_degrees import degrees_in
+from autopar.plan.exits.plan_degrees import beside_degrees, degrees_in
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import DESCRIBED, RECOMPUTE, Recompute
 from autopar.report.plan_report.axis_words import axes_of, repeated, words, zero_words
@@ -28,7 +28,9 @@ def verdict(plan: Plan) -> str:
         text += f", in {count(plan.n_microbatches, 'micro-batch', 'micro-batches')}" * (plan.n_microbatches > 1)
         return _sentence(text + _again(plan))
     try:
-        text = _by_degrees(plan, degrees_in(plan, "a sentence"))
+        degrees = degrees_in(plan, "a sentence")
+        # Where operators do otherwise than the degrees say, more words are needed.
+        text = _by_stages(plan) if any(beside_degrees(plan)) else _by_degrees(plan, degrees)
     except PlanError:  # no degrees describe it
         text = _by_stages(plan)
     return _sentence(text)

@@ -10,7 +10,7 @@ from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.config import Config
 
 
-class Proof(NamedTuple):
+class ProvenBounds(NamedTuple):
     """How far a plan is proven best."""
 
     bound: float  # s, of every plan's objective; for a cluster that is planned ahead, of every plan's step
@@ -18,7 +18,7 @@ class Proof(NamedTuple):
     sentence: str  # with what the proof holds fixed
 
 
-def proof(searching: Searching, candidate: Candidate) -> Proof:
+def proof(searching: Searching, candidate: Candidate) -> ProvenBounds:
     """How far the candidate is proven best."""
     config = candidate.config
     schedule = searching.searched_as(config.schedule)
@@ -32,7 +32,7 @@ def proof(searching: Searching, candidate: Candidate) -> Proof:
     if isinstance(searching, SearchingAhead):
         least = min(searching.least_steps.values())
         step = candidate.timeline.step_time
-        return Proof(
+        return ProvenBounds(
             least,
             bound,
             f"within {_gap(objective, bound)} of the least objective under {config.schedule}, with {space}"
@@ -41,12 +41,12 @@ def proof(searching: Searching, candidate: Candidate) -> Proof:
         )
     if searching.complete and config.chunks == 1 and bound >= objective * (1 - 1e-12):
         sentence = f"proven optimal under {config.schedule} for the search's objective: {space}"
-        return Proof(objective, objective, sentence)
+        return ProvenBounds(objective, objective, sentence)
     near = f"within {_gap(objective, bound)} of a lower bound for all plans under {config.schedule}: {space}"
     if searching.complete:
-        return Proof(bound, bound, near)
+        return ProvenBounds(bound, bound, near)
     anywhere = min([bound, *(searching.relaxed(c) for c in searching.bounds if c.schedule == schedule)])
-    return Proof(anywhere, bound, f"{near}; within {_gap(objective, anywhere)} of one for any cuts")
+    return ProvenBounds(anywhere, bound, f"{near}; within {_gap(objective, anywhere)} of one for any cuts")
 
 
 def _looked_at(searching: Searching) -> str:

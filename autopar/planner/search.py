@@ -15,7 +15,7 @@ from functools import partial
 
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.shared_hardware import one_worker_per_gpu, shared_gpu_notes
-from autopar.errors import InfeasibleError, InputError
+from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.plan.stage import RunnerUp, Stage
 from autopar.planner.explain import explanation, why_no_more
@@ -23,16 +23,13 @@ from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.fitting_candidates import find_fitting
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.config import MeshChoices
-from autopar.planner.inter_op.memory_formula import ResidentBytes, resident_bytes, split_text
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
 from autopar.planner.inter_op.optimality import proof
-from autopar.planner.inter_op.partition import explain_infeasible
 from autopar.planner.intra_op.explain import InsideExplained, Solved, operator_explainer
+from autopar.planner.no_plan_fits import check_total, no_plan_fits, no_rehearsed_step_fits
 from autopar.planner.predict import as_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
-from cost_models import bytes_text
-from cost_models.memory.optimizer_step import FUSED
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,14 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int, meshes: Mesh
     Of the workers that share a GPU they use one, unless hints or meshes ask for more.
     """
     _check(costs, options)
+    check_total(costs, options)
     offered = costs.devices
     if not options.constraints.stage_of and meshes is None:
         costs = one_worker_per_gpu(costs)
     found = find_fitting(costs, options, _choose, meshes)
     searching, candidates, best = found.searching, found.candidates, found.best
     if best is None:
-        raise _infeasible(searching) if math.isinf(found.excess) else _exceeding(found.excess)
+        raise no_plan_fits(searching) if math.isinf(found.excess) else no_rehearsed_step_fits(found.excess)
     costs = searching.costs  # with the meshes that were looked at
     others = [c for c in _distinct(candidates) if c is not best]
     runners_up = tuple(RunnerUp(str(c.arrangement), c.timeline.step_time) for c in others[:_RUNNERS_UP])
@@ -215,58 +213,3 @@ def _check(costs: CostGraph, options: SearchOptions) -> None:
                         f"the {what} time of {costs.operators[name].key} on {table.kind} is {seconds} s; "
                         "times must be finite and not negative"
                     )
-
-
-def _exceeding(excess: float) -> InfeasibleError:
-    return InfeasibleError(
-        f"no plan fits the memory: rehearsed, the step of the one that lacks least needs {excess - 1:.1%} more than a "
-        "device has; give more memory or devices, a smaller batch, or an optimizer with less state"
-    )
-
-
-def _infeasible(searching: Searching) -> InfeasibleError:
-    """The error that names the stage and the bytes that it lacks, for the plan that lacks least."""
-    costs = searching.costs
-    shortest = None
-    for m in searching.counts:
-        problem = searching.problem(m, searching.schedules[0], searching.full)
-        try:
-            found = explain_infeasible(problem)
-        except ValueError as error:
-            return InfeasibleError(f"no plan: {error}; give every stage before a pinned one an operator to run")
-        if found is not None and (shortest is None or found.needed - found.available < shortest[0]):
-            shortest = (found.needed - found.available, found, m, problem)
-    if shortest is None:
-        return InfeasibleError(
-            f"no plan fits the memory under {searching.schedules[0]} with the devices and hints given; "
-            "allow another schedule, remove a hint, or give more devices"
-        )
-    lack, found, m, problem = shortest
-    cuts = problem.space.cuts
-    inside = (cuts[found.stage.stop] & ~cuts[found.stage.start]).nonzero()[0]
-    names = [name for atom in inside for name in searching.atoms.nodes[atom]]
-    names.sort(key=lambda name: costs.operators[name].position)
-    modules = [p for p in dict.fromkeys(costs.operators[n].module for n in names) if p] or ["the whole model"]
-    kind = problem.kinds[found.stage.kind]
-    parts = _resident(searching, frozenset(inside.tolist()), kind.name)
-    helps = found.stepping and searching.ahead and searching.options.optimizer in FUSED
-    fused = ", or optimizer_step='fused', which needs no temporaries" if helps else ""
-    split = split_text(parts, found.needed, searching.options.optimizer, stepping=found.stepping)
-    return InfeasibleError(
-        f"no plan fits the memory: with {m} micro-batch{'es' if m > 1 else ''}, stage {found.index} ({modules[0]} .. "
-        f"{modules[-1]}) on {kind.name} needs {bytes_text(found.needed)}, has {bytes_text(found.available)} ({split}); "
-        f"{bytes_text(lack)} are lacking: give more memory or devices, a smaller batch, or an optimizer with less state"
-        f"{fused}"
-    )
-
-
-def _resident(searching: Searching, inside: frozenset[int], kind: str) -> ResidentBytes:
-    """What a device of the stage with the atoms `inside` holds all the time."""
-    held = [
-        resident_bytes(weight, searching.options.optimizer, searching.costs.training)
-        for shared, weight in searching.atoms.of(kind).parameters
-        if not inside.isdisjoint(shared.atoms)
-    ]
-    return ResidentBytes(
-        sum(one.parameter for one in held), sum(one.gradient for one in held), sum(one.optimizer for one in held)
-    )

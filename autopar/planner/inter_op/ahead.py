@@ -132,7 +132,8 @@ class SearchingAhead(Searching):
             return [min(self.meshes.widths, key=lambda w: abs(math.log(w / usual)))] if self._many else []
         used = {usual}
         if not self._in_vain[side]:
-            used |= _widths_of_best(known)
+            # As long as nothing fits, micro-batches of any size may be small enough on the devices of a node.
+            used |= _widths_of_best(known) if known else {self._per_node}
         return [w for w in self.meshes.widths if any(w <= 2 * own and own <= 2 * w for own in used)]
 
     def _in_turn(self, widths: Sequence[int], known: Sequence[Candidate]) -> list[list[int]]:
@@ -153,9 +154,12 @@ class SearchingAhead(Searching):
     def _usual_width(self, m: int) -> float:
         """Devices of a mesh with which a pipeline of all devices has enough of `m` micro-batches, and a mesh at least a
         sample for each share of a node."""
+        return min(_MICROBATCHES * sum(self.full) / m, self._per_node * self.costs.batch_size / m)
+
+    @property
+    def _per_node(self) -> int:
         assert self.costs.cluster is not None, "only clusters have meshes"
-        per_node = sum(self.full) // self.costs.cluster.nodes
-        return min(_MICROBATCHES * sum(self.full) / m, per_node * self.costs.batch_size / m)
+        return sum(self.full) // self.costs.cluster.nodes
 
     def _limited(self, m: int) -> None:
         """Search under each limit that the best plan without it breaks; on parts of the cluster that could do the work

@@ -31,6 +31,7 @@ at work:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -59,6 +60,14 @@ def resident_bytes(weight: Weight, optimizer: str, training: bool) -> ResidentBy
     if not (training and weight.trained):
         return ResidentBytes(weight.held, 0.0, 0.0)
     return ResidentBytes(weight.held, weight.gradient, weight.state(optimizer))
+
+
+def all_resident(weights: Iterable[Weight], optimizer: str, training: bool) -> ResidentBytes:
+    """What a device holds all the time for these parameters and buffers."""
+    held = [resident_bytes(weight, optimizer, training) for weight in weights]
+    return ResidentBytes(
+        sum(one.parameter for one in held), sum(one.gradient for one in held), sum(one.optimizer for one in held)
+    )
 
 
 class Activations(NamedTuple, Generic[Bytes]):

@@ -63,6 +63,7 @@ from autopar.planner.inter_op.stage_tables import Mode, Stages, WantedStages
 # Below this share of the best time, intervals are no longer halved but walked down from plan to plan.
 _NARROW = 1e-3
 _MOST_SWEEPS = 400
+_CLOSE = 1e-3  # share of the bytes that a plan lacks
 _MOST_INEXACT = 3  # sweeps after the first one that leaves something unproven
 # Shares of the max term: between the bounds on the least one, and from there to where plans are looked for first, where
 # meshes have one width and where they have several.
@@ -101,33 +102,40 @@ def solve(
 def explain_infeasible(problem: Problem) -> Infeasibility | None:
     """The stage that lacks most memory, in the plan that lacks least; None if some plan fits.
 
-    Bisects all numbers of bytes that could be lacking, with one run of the dynamic program each.
+    Bisects the bytes that could be lacking, with one run of the dynamic program each, until no plan lacks less than the
+    one found.
     """
-    counts = problem.counts
-    lacks = [0.0, *(float(x) for x in Costs(problem, counts).lacks() if x > 0)]
-    found: tuple[Path, Costs] | None = None
-    low, high = 0, len(lacks)
-    while low < high:
-        middle = (low + high) // 2
-        # The factor covers rounding: the same products are computed in another order.
-        costs = Costs(problem, counts, extra_memory=lacks[middle] * (1 + 1e-12))
-        path = _Search(costs).least_sum(WantedStages(math.inf)).path
-        if path is None:
-            low = middle + 1
-        else:
-            found, high = (path, costs), middle
+    found = _lacking(problem, math.inf)
     if found is None:
         raise ValueError("the hints allow no partition, even with unlimited memory")
-    if low == 0:
+    low = 0.0  # bytes: in every plan some stage lacks as much
+    while True:
+        high = found.needed - found.available
+        if high <= low:
+            return found if high > 0 else None
+        # Far apart, by their logarithms; close together, whether any plan lacks less at all.
+        close = high - low <= _CLOSE * high
+        probe = math.nextafter(high, 0.0) if close else math.sqrt(max(low, _CLOSE * high) * high)
+        better = _lacking(problem, probe)
+        # Rounding may let the same plan pass again.
+        if better is None or better.needed - better.available >= high:
+            low = high if close else probe
+        else:
+            found = better
+
+
+def _lacking(problem: Problem, lack: float) -> Infeasibility | None:
+    """The stage that lacks most in a plan whose stages lack at most `lack` bytes each; None without such a plan."""
+    costs = Costs(problem, problem.counts, extra_memory=lack)
+    path = _Search(costs).least_sum(WantedStages(math.inf)).path
+    if path is None:
         return None
-    path, costs = found
     needed = [costs.needed(Mode(s.kind, s.recompute), s.replicas, s.after, s.start, s.stop) for s in path.steps]
     memory = [problem.kinds[s.kind].memory / problem.chunks for s in path.steps]
     index = max(range(len(needed)), key=lambda i: needed[i] - memory[i])
-    stage = _choice(costs, path.steps[index])
     last = path.steps[index]
     stepping = needed[index] <= costs.stepping(last.kind, last.start, last.stop)
-    return Infeasibility(index, stage, needed[index], stepping, memory[index])
+    return Infeasibility(index, _choice(costs, last), needed[index], stepping, memory[index])
 
 
 class LeastSum(NamedTuple):

@@ -226,17 +226,6 @@ class Costs:
         """Bytes that one stage may use on a device of `kind`."""
         return self.problem.kinds[kind].memory / self.problem.chunks + self._extra
 
-    def lacks(self) -> np.ndarray:
-        """Every number of bytes, ascending, that a stage of some plan could lack."""
-        values = []
-        for mode in self.modes:
-            terms, memory = self.terms[mode], self.memory(mode.kind)
-            valid, stepping = np.isfinite(terms.fill), self._stepping(mode.kind)
-            for replicas in self.replicas(mode.kind):
-                for held in dict.fromkeys(self._limits(replicas)):
-                    values.append((np.maximum(terms.once + held * terms.each, stepping) - memory)[valid])
-        return np.unique(np.concatenate(values)) if values else np.zeros(0)
-
     def terms_of(self, mode: Mode, replicas: int) -> Terms:
         """The terms of stages with `replicas`, which share the network cards of their nodes."""
         lane = self.problem.kinds[mode.kind].lane(replicas)

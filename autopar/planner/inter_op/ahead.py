@@ -7,7 +7,8 @@
         limits         again with fewer devices, smaller meshes, fewer replicas            `_limited`
         simulate       what is promising
 
-Large searches leave out the limits, and meshes for numbers of micro-batches beyond the best ones.
+Large searches leave out the limits, and meshes for numbers of micro-batches beyond the best ones. Where the model has
+few cuts, they look at everything for the best numbers of micro-batches in the end.
 
 Objective and simulator differ by a few per cent, so the least objective is not always the shortest step. The best plan
 under each limit that a user could set is a candidate, too, so that no limit makes a planned step shorter.
@@ -34,7 +35,8 @@ _ACTIONS_SIMULATED = 600_000  # in total; more would take longer than the search
 _MICROBATCHES, _USUAL = 4, 8  # micro-batches for each mesh, and its devices, where the search starts
 _FIRST_TOLERANCE = 0.01  # share of the objective that a large search first leaves unproven
 _TRIES = 3  # numbers of micro-batches in a row that need not gain on many devices, whose meshes change with them
-_LOOKED_CLOSER_AT = 3  # plans of a large search, the fastest
+_LOOKED_CLOSER_AT = 3  # plans of a large search, the fastest; and numbers of micro-batches
+_NEAR = 1.1  # times the best step: numbers of micro-batches with longer ones are not looked at again
 
 
 class SearchingAhead(Searching):
@@ -42,6 +44,7 @@ class SearchingAhead(Searching):
 
     def __init__(self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None) -> None:
         super().__init__(costs, options, meshes)
+        self._without_meshes = costs
         self.least_steps: dict[int, float] = {}  # s, by number of micro-batches: no plan is faster
         self._found: dict[Config, PartitionResult] = {}
         self._actions_left = _ACTIONS_SIMULATED
@@ -60,7 +63,26 @@ class SearchingAhead(Searching):
             self.least_steps[m] = self._least_step(m)
             if self.least_steps[m] < self._best:
                 candidates += self._at(m, 0 if m == first else 1 if m > first else -1, candidates)
-        return candidates if self.all_shapes else [*candidates, *self._closer(candidates)]
+        if self.all_shapes:
+            return candidates
+        candidates += self._closer(candidates)
+        return [*candidates, *self._everything_near(candidates)] if self.complete else candidates
+
+    def _everything_near(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """All that a search finds for each of the numbers of micro-batches with the shortest steps alone, as it then
+        has few enough mesh shapes to look at all of them."""
+        shortest: dict[int, float] = {}
+        for candidate in sorted(candidates, key=lambda c: c.timeline.step_time):
+            shortest.setdefault(candidate.config.n_microbatches, candidate.timeline.step_time)
+        near = [m for m, seconds in shortest.items() if seconds <= self._best * _NEAR]
+        found: list[Candidate] = []
+        for m in near[:_LOOKED_CLOSER_AT]:
+            alone = SearchingAhead(self._without_meshes, replace(self.options, n_microbatches=m), self.meshes)
+            alone._best = self._best
+            found += alone.run()
+            self._best = alone._best
+            self.take_in(alone)
+        return found
 
     def _closer(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """What took the least time at first sight, searched again until less is unproven."""

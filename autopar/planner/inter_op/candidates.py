@@ -120,6 +120,12 @@ class Searching(SearchSpace):
         self.bounds[config] = cutoff * (1 - tolerance) if solution is None else solution.bound
         return None if solution is None else solution.copied(config.copies)
 
+    def take_in(self, other: Searching) -> None:
+        """Know the meshes of another search for the same devices, and what it found out of partitions over them."""
+        self._add(other.costs.configurations)
+        for config, bound in other.bounds.items():
+            self.bounds[config] = min(bound, self.bounds.get(config, bound))
+
     def prove(self, chosen: Candidate) -> list[Candidate]:
         """Search again, to the end, wherever a plan under the same schedule could still have a smaller objective.
 

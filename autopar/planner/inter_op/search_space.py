@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.costs.cost_graph import CostGraph
+from autopar.costs.cost_graph import CostGraph, StageConfiguration
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.sends import Lanes, estimated_sends
 from autopar.plan.recompute import Recompute
@@ -127,8 +127,10 @@ class SearchSpace:
         """Let stages have meshes of these widths for `m` micro-batches, of the usual shapes or of every one."""
         assert self.meshes is not None, "a search without meshes has none to add"
         meshes = self.meshes.meshes
-        every = [one for w in widths for one in meshes.configurations(w, m, every_shape=every_shape)]
-        new = [one for one in every if one.name not in self.costs.configuration]
+        self._add([one for w in widths for one in meshes.configurations(w, m, every_shape=every_shape)])
+
+    def _add(self, configurations: Sequence[StageConfiguration]) -> None:
+        new = [one for one in configurations if one.name not in self.costs.configuration]
         self.costs = replace(self.costs, configurations=(*self.costs.configurations, *new))
         self.atoms = with_configurations(self.atoms, self.costs, new, self.options.constraints)
 

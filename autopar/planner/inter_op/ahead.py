@@ -7,8 +7,8 @@
         limits         again with fewer devices, smaller meshes, fewer replicas            `_limited`
         simulate       what is promising
 
-Large searches leave out the limits, and meshes for numbers of micro-batches beyond the best ones. Where the model has
-few cuts, they look at everything for the best numbers of micro-batches in the end.
+Large searches leave out the limits, and most meshes for numbers of micro-batches beyond the best ones. Where the model
+has few cuts, they look at everything for the best number of micro-batches in the end.
 
 Objective and simulator differ by a few per cent, so the least objective is not always the shortest step. The best plan
 under each limit that a user could set is a candidate, too, so that no limit makes a planned step shorter.
@@ -31,12 +31,13 @@ from autopar.planner.search_options import SearchOptions
 # The objective of a schedule is at least this share of the steps that it promises; where there is much to search, only
 # schedules that promise more than the larger share are looked at.
 _OBJECTIVE, _LIKELY_OBJECTIVE = 0.8, 0.9
-_ACTIONS_SIMULATED = 600_000  # in total; more would take longer than the search itself
+# In total, half of them shared evenly by all numbers of micro-batches; more would take longer than the search itself.
+_ACTIONS_SIMULATED = 600_000
 _MICROBATCHES, _USUAL = 4, 8  # micro-batches for each mesh, and its devices, where the search starts
 _FIRST_TOLERANCE = 0.01  # share of the objective that a large search first leaves unproven
 _TRIES = 3  # numbers of micro-batches in a row that need not gain on many devices, whose meshes change with them
-_LOOKED_CLOSER_AT = 3  # plans of a large search, the fastest; and numbers of micro-batches
-_NEAR = 1.1  # times the best step: numbers of micro-batches with longer ones are not looked at again
+_LOOKED_CLOSER_AT = 3  # plans of a large search, the fastest
+_FEW_CUTS = 150  # up to which a large search looks at meshes for every number of micro-batches
 
 
 class SearchingAhead(Searching):
@@ -47,9 +48,10 @@ class SearchingAhead(Searching):
         self._without_meshes = costs
         self.least_steps: dict[int, float] = {}  # s, by number of micro-batches: no plan is faster
         self._found: dict[Config, PartitionResult] = {}
-        self._actions_left = _ACTIONS_SIMULATED
+        self._actions_left = _ACTIONS_SIMULATED // 2
         self._best = math.inf  # s, the shortest step so far
         self._many = sum(self.full) > MANY_DEVICES
+        self._few_cuts = self.complete and self.n_cuts <= _FEW_CUTS and not self._many
         # Tries in a row, with more and with fewer micro-batches, in which meshes gained nothing.
         self._in_vain, self._enough = dict.fromkeys((-1, 0, 1), 0), _TRIES if self._many else 1
 
@@ -66,22 +68,19 @@ class SearchingAhead(Searching):
         if self.all_shapes:
             return candidates
         candidates += self._closer(candidates)
-        return [*candidates, *self._everything_near(candidates)] if self.complete else candidates
+        return [*candidates, *self._everything_at_best(candidates)] if self._few_cuts else candidates
 
-    def _everything_near(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """All that a search finds for each of the numbers of micro-batches with the shortest steps alone, as it then
-        has few enough mesh shapes to look at all of them."""
-        shortest: dict[int, float] = {}
-        for candidate in sorted(candidates, key=lambda c: c.timeline.step_time):
-            shortest.setdefault(candidate.config.n_microbatches, candidate.timeline.step_time)
-        near = [m for m, seconds in shortest.items() if seconds <= self._best * _NEAR]
-        found: list[Candidate] = []
-        for m in near[:_LOOKED_CLOSER_AT]:
-            alone = SearchingAhead(self._without_meshes, replace(self.options, n_microbatches=m), self.meshes)
-            alone._best = self._best
-            found += alone.run()
-            self._best = alone._best
-            self.take_in(alone)
+    def _everything_at_best(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """All that a search finds for the best number of micro-batches alone, as it then has few enough mesh shapes to
+        look at all of them."""
+        best = min(candidates, key=lambda c: c.timeline.step_time, default=None)
+        if best is None:
+            return []
+        options = replace(self.options, n_microbatches=best.config.n_microbatches)
+        alone = SearchingAhead(self._without_meshes, options, self.meshes)
+        alone._best = self._best
+        found = alone.run()
+        self.take_in(alone)
         return found
 
     def _closer(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -121,7 +120,7 @@ class SearchingAhead(Searching):
         """The candidates with `m` micro-batches. `side`: 1 if m is more than where the search began, -1 if less."""
         widths = self._widths(m, side, known)
         tolerance = self.effort.tolerance if self.all_shapes else _FIRST_TOLERANCE
-        for some in self._in_turn(widths, known):
+        for some in self._in_turn(m, widths, known):
             self.add_meshes(m, some, every_shape=self.all_shapes)
             self._search_each(m, some, tolerance)
             if not any(config.n_microbatches == m for config in self._found):
@@ -134,6 +133,7 @@ class SearchingAhead(Searching):
                     self._search(Config(self.schedules[0], 1, counts), self._found, self.effort.tolerance)
         if self.all_shapes:
             self._limited(m)
+        self._actions_left = max(self._actions_left, 0) + _ACTIONS_SIMULATED // 2 // len(self.counts)
         here = {config: found for config, found in self._found.items() if config.n_microbatches == m}
         candidates = self._simulate(here)
         own = min((c.timeline.step_time for c in candidates), default=math.inf)
@@ -150,19 +150,29 @@ class SearchingAhead(Searching):
             return self.meshes.widths
         usual = self._usual_width(m)
         if self._in_vain[side] >= self._enough:
-            # On many devices, few micro-batches on wide meshes are plans of another kind than many on narrow ones.
-            return [min(self.meshes.widths, key=lambda w: abs(math.log(w / usual)))] if self._many else []
+            # Few micro-batches on wide meshes are plans of another kind than many on narrow ones.
+            return [self._nearest(self.meshes.widths, usual)] if self._many or self._few_cuts else []
         used = {usual}
         if not self._in_vain[side]:
             # As long as nothing fits, micro-batches of any size may be small enough on the devices of a node.
             used |= _widths_of_best(known) if known else {self._per_node}
         return [w for w in self.meshes.widths if any(w <= 2 * own and own <= 2 * w for own in used)]
 
-    def _in_turn(self, widths: Sequence[int], known: Sequence[Candidate]) -> list[list[int]]:
-        """Widths to look at one after the other; where there is much to search, those of the best plan first."""
-        used = [] if self.all_shapes or self._many else [w for w in widths if w in _widths_of_best(known)]
+    def _in_turn(self, m: int, widths: Sequence[int], known: Sequence[Candidate]) -> list[list[int]]:
+        """Widths to look at one after the other: where there is much to search, those of the best plan first; with the
+        usual one, unless there are too many cuts for that."""
+        used: list[int] = []
+        if not self.all_shapes and not self._many and widths:
+            first = _widths_of_best(known)
+            if self.complete:
+                first.add(self._nearest(widths, self._usual_width(m)))
+            used = [w for w in widths if w in first]
         rest = [w for w in widths if w not in used]
         return [some for some in (used, rest) if some]
+
+    @staticmethod
+    def _nearest(widths: Sequence[int], width: float) -> int:
+        return min(widths, key=lambda w: abs(math.log(w / width)))
 
     def _search_each(self, m: int, widths: Sequence[int], tolerance: float) -> None:
         """Meshes of one width alone: exact and quick. What they find cuts the search over all widths short."""

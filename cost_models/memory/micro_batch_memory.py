@@ -169,7 +169,7 @@ class _Rehearsal:
             self._code = reruns(self._module, self._as_on_device)
         self._casts = AutocastCasts(passes.device_type)
         self._passes, self._split = passes, split
-        self._allocations = Allocations(BLOCK[passes.device_type])
+        self._allocations = Allocations(BLOCK[passes.device_type], copies=passes.device_type == "cpu")
         self._start = 0  # event at which the current pass starts
         own = [x.empty() if isinstance(x, TensorSpec) else x for x in passes.inputs[: passes.held]]
         self._pieces = [x.detach() if isinstance(x, torch.Tensor) else x for x in own]

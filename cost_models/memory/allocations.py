@@ -31,12 +31,13 @@ _NUMBERS = {torch.bool: True, torch.int64: 1, torch.int32: 1}
 class Allocations(TorchDispatchMode):
     """Records when every storage on the meta device appears and when it is freed.
 
-    `block`: sizes are rounded up to a multiple of this number of bytes. `copies`: what convolutions copy on a CPU counts.
+    `block`: sizes are rounded up to a multiple of this number of bytes. `cpu_threads`: of operators on a CPU,
+    whose convolutions make copies that count; None for another device.
     """
 
-    def __init__(self, block: int = 1, *, copies: bool = False) -> None:
+    def __init__(self, block: int = 1, *, cpu_threads: int | None = None) -> None:
         super().__init__()
-        self._copies = copies
+        self._cpu_threads = cpu_threads
         self.nbytes: list[int] = []  # of every storage
         self.recomputed: list[int] = []  # indices of storages that a backward created by running operators again
         self.events: list[int] = []  # `index` (in `nbytes`) when a storage appears, `~index` when it is freed
@@ -89,8 +90,8 @@ class Allocations(TorchDispatchMode):
         if self.in_backward and self._in_place.has(func, args):
             return args[0]
         result = self._results.of(func, args, kwargs or {})
-        if self._copies and func in (CONVOLUTION, BACKWARD):
-            self._convolved(result, kernels(func, args, result))
+        if self._cpu_threads and func in (CONVOLUTION, BACKWARD):
+            self._convolved(result, kernels(func, args, result, self._cpu_threads))
         least = args[0].numel() * args[0].element_size() if func in _WHOLE else 0
         self.record((t for t in tensors_in(result) if t.is_meta), least)
         return result

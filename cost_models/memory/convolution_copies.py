@@ -15,7 +15,6 @@ An input of at most three channels is read as it is. Other convolutions copy all
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ CONVOLUTION, BACKWARD = _aten.convolution.default, _aten.convolution_backward.de
 
 _ONEDNN_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _FEW_CHANNELS = 3
+_MANY = 16  # samples from which on oneDNN computes windows of single elements on one thread, too
 _SMALL = 20480  # elements of a single sample up to which oneDNN does not compute small windows
 
 
@@ -37,9 +37,9 @@ class Kernel(NamedTuple):
     beside: int  # bytes, while its result is made
 
 
-def kernels(func: Any, args: tuple[Any, ...], result: Any) -> list[Kernel]:
-    """Those of a call of `CONVOLUTION` or `BACKWARD` that returned `result`, in order; none where the input is not
-    contiguous: oneDNN reads channels last as they are."""
+def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list[Kernel]:
+    """Those of a call of `CONVOLUTION` or `BACKWARD` that returned `result`, in order, on so many threads; none where
+    the input is not contiguous: oneDNN reads channels last as they are."""
     if func is CONVOLUTION:
         x, weight, _, stride, padding, dilation, transposed, _, groups = args
         y, wanted = result, ()
@@ -47,10 +47,11 @@ def kernels(func: Any, args: tuple[Any, ...], result: Any) -> list[Kernel]:
         y, x, weight, _, stride, padding, dilation, transposed, _, groups, wanted = args
     if not x.is_contiguous():
         return []
-    if not _by_onednn(x, weight, stride, dilation, groups):
-        single = math.prod(weight.shape[2:]) == 1 and not any(padding) and set(stride) == {1}
-        windows = 0 if single else math.prod(weight.shape[1:]) * groups * (y.nbytes // weight.shape[0])
-        return [Kernel(index, 0, windows) for index in ((0, 1) if wanted else (0,)) if not wanted or wanted[index]]
+    windows = max(weight.shape[2:]) > 1 or max(*stride, *dilation) > 1
+    if not (_by_onednn(x, weight, groups) and (windows or x.shape[0] >= _MANY or threads > 1)):
+        single = not windows and not any(padding)
+        columns = 0 if single else math.prod(weight.shape[1:]) * groups * (y.nbytes // weight.shape[0])
+        return [Kernel(index, 0, columns) for index in ((0, 1) if wanted else (0,)) if not wanted or wanted[index]]
     channels = weight.shape[1] * groups
     into, out = (weight.shape[0], channels) if transposed else (channels, weight.shape[0])
     read, there, made = _in_blocks(x.nbytes, into), _in_blocks(y.nbytes, out), weight.nbytes
@@ -64,10 +65,8 @@ def kernels(func: Any, args: tuple[Any, ...], result: Any) -> list[Kernel]:
     return [kernel for kernel in both if wanted[kernel.result]]
 
 
-def _by_onednn(
-    x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
-) -> bool:
-    """Whether oneDNN computes the convolution, on several threads."""
+def _by_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+    """Whether oneDNN computes a convolution of this size, unless few threads copy single elements faster."""
     large = groups > 1 or min(weight.shape[2:]) > _FEW_CHANNELS or x.shape[0] > 1 or x.numel() > _SMALL
     return torch.backends.mkldnn.is_available() and x.dtype in _ONEDNN_DTYPES and large
 

@@ -197,7 +197,8 @@ class _Rehearsal:
         self.buffers = list(own.buffers())
         self.states: list[torch.Tensor] = []
         self.kept: list[int] = []  # storages alive after the forward
-        self.allocations = Allocations(BLOCK[device_type], copies=device_type == "cpu")
+        threads = torch.get_num_threads() if device_type == "cpu" else None
+        self.allocations = Allocations(BLOCK[device_type], cpu_threads=threads)
         for tensors in (self.parameters, self.buffers, tensors_in(self.inputs), self.gradients):
             self.allocations.record(tensors)
         self.ends = [len(self.allocations.events)]

@@ -36,8 +36,8 @@ FEW_DEVICES = 8  # up to this many devices, every vector of device counts is sea
 MANY_DEVICES = MANY_MESHES = 128
 _EVERY_COUNT = 32  # up to this many samples, every number of micro-batches is searched
 # Pairs of a mesh shape and a number of micro-batches up to which a search looks at all of them: for any model, and for
-# one that has few enough cuts to look at all of these, too. Up to the last number, as many as make this product with the
-# cuts.
+# one that has few enough cuts to look at all of these, too. Up to the last number, as many as make, times the cuts, the
+# product.
 _MOST_SHAPES, _MOST_SHAPES_OF_SMALL, _MOST_SHAPES_OF_SMALLEST = 60, 100, 400
 _SHAPES_TIMES_CUTS = 15_000
 

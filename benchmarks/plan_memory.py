@@ -33,7 +33,6 @@ from autopar.planner.predict import arranged, completed, predict_plan
 from autopar.planner.rehearsed_memory import StagePeak, rehearsed
 from autopar.runtime.memory_watch import MemoryWatch
 from cost_models import Device, Link, parse_devices
-from cost_models.measuring.autocast import autocasts
 
 Maker = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
@@ -133,8 +132,7 @@ def costs_of_bytes(example: Example, devices: Sequence[Device]) -> CostGraph:
     with untouched(example.model):
         source = _BytesOnly.of(example, devices)
         costs = cost_graph.build(example.program, example.batching, source, training=example.training)
-    types = {device.kind: device.torch_device.type for device in devices}
-    return replace(costs, rehearsal=StepRehearsal.of(example, types, autocasts(types.values())))
+    return replace(costs, rehearsal=StepRehearsal.at_hand(example, devices))
 
 
 # -- steps that run ---------------------------------------------------------------------------------------------------

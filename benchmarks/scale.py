@@ -174,7 +174,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for name, how in dict.fromkeys((row["model"], row["plan"]) for row in rows):
             mine = [r for r in rows if (r["model"], r["plan"]) == (name, how) and r.get("fits")]
             style = "o-" if how == SEARCHED else "x--"
-            axes.plot([r["devices"] for r in mine], [r[key] for r in mine], style, label=f"{name}, {how}")
+            if mine:
+                axes.plot([r["devices"] for r in mine], [r[key] for r in mine], style, label=f"{name}, {how}")
         axes.set(xscale="log", xlabel="devices", ylabel=label, yscale="linear" if key == "utilisation" else "log")
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize="small")

@@ -309,8 +309,7 @@ def measure_costs(
             progress("collectives between ranks", 1.0)
             of_ranks = rank_costs(ranks, source.devices, source.process_links, store)
             costs = replace(costs, ranks=of_ranks, notes=(*costs.notes, *of_ranks.notes))
-        types = {device.kind: device.torch_device.type for device in devices}
-        return replace(costs, rehearsal=StepRehearsal.of(example, types, autocasts(types.values())))
+        return replace(costs, rehearsal=StepRehearsal.at_hand(example, devices))
 
 
 def passes_of(

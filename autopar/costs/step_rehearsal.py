@@ -32,7 +32,8 @@ from autopar.lower.split_backward import input_part
 from autopar.lower.stages import Constant, Lowered, StageProgram, lower
 from autopar.plan.recompute import Recompute
 from cost_models.graphs import Loss, get_attribute, on_meta, storage_key, tensors_in
-from cost_models.measuring.autocast import Autocast
+from cost_models.hardware.devices import Device
+from cost_models.measuring.autocast import Autocast, autocasts
 from cost_models.memory.micro_batch_memory import (
     MicroBatchMemory,
     PassConditions,
@@ -84,13 +85,14 @@ class StepRehearsal:
         target_dims: tuple[int | None, ...] = (),
         loss_inside: bool = False,
         autocasts: Mapping[str, Autocast] | None = None,
+        threads: Mapping[str, int] | None = None,
     ) -> None:
         """`device_types`: device kind -> "cpu" or "cuda". `loss_inside`: micro-batches have losses of their own; else
         the caller computes it on the outputs of the whole batch. `autocasts`: by device type, what steps run under;
-        None: off."""
+        None: off. `threads`: of operators on a CPU, by device kind; several where they are not known."""
         self.program, self.batching, self.training = program, batching, training
         self.device_types = device_types
-        self._autocasts = autocasts or {}
+        self._autocasts, self._threads = autocasts or {}, threads or {}
         self.loss_inside = loss_inside
         target = torch_private.tree_map(on_meta, target)
         self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, target, target_dims)
@@ -102,7 +104,11 @@ class StepRehearsal:
 
     @classmethod
     def of(
-        cls, example: Example, device_types: Mapping[str, str], autocasts: Mapping[str, Autocast] | None = None
+        cls,
+        example: Example,
+        device_types: Mapping[str, str],
+        autocasts: Mapping[str, Autocast] | None = None,
+        threads: Mapping[str, int] | None = None,
     ) -> StepRehearsal:
         return cls(
             example.program,
@@ -115,7 +121,14 @@ class StepRehearsal:
             target_dims=example.target_dims,
             loss_inside=example.stage_loss is not None,
             autocasts=autocasts,
+            threads=threads,
         )
+
+    @classmethod
+    def at_hand(cls, example: Example, devices: Sequence[Device]) -> StepRehearsal:
+        """Steps on these devices, under the caller's autocast."""
+        types = {device.kind: device.torch_device.type for device in devices}
+        return cls.of(example, types, autocasts(types.values()), {device.kind: device.threads for device in devices})
 
     @property
     def target_bytes(self) -> int:
@@ -186,6 +199,7 @@ class StepRehearsal:
             recompute=recompute,
             training=self.training,
             device_type=device_type,
+            threads=self._threads.get(kind, PassConditions.threads),
             autocast=autocast.dtype,
             autocast_cache=autocast.cache,
         )

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 import platformdirs
 
 from cost_models.measuring.environment import torch_environment
-from cost_models.measuring.sqlite_file import BUSY_SECONDS, is_corrupt, move_aside_if_damaged, using
+from cost_models.measuring.sqlite_file import BUSY_SECONDS, check_intact, is_corrupt, move_aside_if_damaged, using
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ MAX_AGE_DAYS = 30.0
 variable AUTOPAR_CACHE_DAYS overrides it; "inf" keeps measurements for ever."""
 
 T = TypeVar("T")
+
+# created: seconds since 1970
+_TABLE = "CREATE TABLE measurements (key TEXT PRIMARY KEY, value TEXT NOT NULL, created REAL NOT NULL)"
+_OF_SQLITE = (sqlite3.Error, UnicodeDecodeError)  # the latter from messages with damaged names
 
 _Unusable = dict[str, Exception]  # by key, why its value cannot be used
 _counted: ContextVar[_Unusable | None] = ContextVar("counted", default=None)
@@ -133,7 +137,7 @@ class MeasurementCache:
         self._unusable: _Unusable = {} if self._counted_outside is None else self._counted_outside
         try:
             self._connection = _connect(self.path)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *_OF_SQLITE) as error:
             self._connection = self._recover(error)
 
     def get(self, key: str, parse: Callable[[Any], T] = _unchanged) -> T | None:
@@ -202,7 +206,7 @@ class MeasurementCache:
             try:
                 with using(self.path):
                     return work(self._connection)
-            except sqlite3.Error as error:
+            except _OF_SQLITE as error:
                 broken, self._connection = self._connection, self._recover(error)
                 broken.close()
                 with using(self.path):
@@ -216,7 +220,7 @@ class MeasurementCache:
                 if aside is not None:
                     warnings.warn(f"measurement cache {self.path} is damaged ({error}); moved to {aside}", stacklevel=3)
                 return _connect(self.path)
-            except (OSError, sqlite3.Error) as later:
+            except (OSError, *_OF_SQLITE) as later:
                 error = later
         if self.path is None or not isinstance(error, OSError | sqlite3.OperationalError):
             raise error
@@ -232,12 +236,13 @@ def _connect(path: Path | None) -> sqlite3.Connection:
     with using(path):
         connection = sqlite3.connect(path or ":memory:", timeout=BUSY_SECONDS, check_same_thread=False)
         try:
-            if _version(connection) != CACHE_VERSION:
+            check_intact(connection)
+            if not _has_table(connection):
                 with connection:
                     connection.execute("BEGIN IMMEDIATE")
-                    if _version(connection) != CACHE_VERSION:  # another process may have done it during the wait
+                    if not _has_table(connection):  # another process may have made it during the wait
                         _create_table(connection)
-        except sqlite3.Error:
+        except _OF_SQLITE:
             connection.close()
             raise
     return connection
@@ -245,10 +250,12 @@ def _connect(path: Path | None) -> sqlite3.Connection:
 
 def _create_table(connection: sqlite3.Connection) -> None:
     connection.execute("DROP TABLE IF EXISTS measurements")
-    columns = "key TEXT PRIMARY KEY, value TEXT NOT NULL, created REAL NOT NULL"  # created: seconds since 1970
-    connection.execute(f"CREATE TABLE measurements ({columns})")
+    connection.execute(_TABLE)
     connection.execute(f"PRAGMA user_version = {CACHE_VERSION}")
 
 
-def _version(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+def _has_table(connection: sqlite3.Connection) -> bool:
+    """Whether the table of this version is there, with its columns."""
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    tables = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'measurements'").fetchall()
+    return version == CACHE_VERSION and tables == [(_TABLE,)]

@@ -54,8 +54,19 @@ def move_aside_if_damaged(path: Path) -> Path | None:
         return aside
 
 
+def check_intact(connection: sqlite3.Connection) -> None:
+    """Raises DatabaseError, of which `is_corrupt`, where SQLite finds the file damaged: queries need not notice."""
+    found = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if found != ("ok",):
+        error = sqlite3.DatabaseError(*found or ())
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
+
+
 def is_corrupt(error: Exception) -> bool:
     """Whether an error of SQLite says that the file is damaged, or is not a file of SQLite."""
+    if isinstance(error, UnicodeDecodeError):  # sqlite3 reads its messages with names from the file
+        return True
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # the low byte of an extended code
     return primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -63,9 +74,10 @@ def is_corrupt(error: Exception) -> bool:
 def _is_damaged(path: Path) -> bool:
     try:
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
-            return bool(connection.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",))
-    except sqlite3.DatabaseError as error:
+            check_intact(connection)
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         return is_corrupt(error)
+    return False
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.graphs import storage_key, tensors_in
+from cost_models.memory.convolution_copies import BACKWARD, CONVOLUTION, Kernel, kernels
 from cost_models.memory.meta_results import MetaResults
 
 _aten = torch.ops.aten
@@ -30,11 +31,13 @@ _NUMBERS = {torch.bool: True, torch.int64: 1, torch.int32: 1}
 class Allocations(TorchDispatchMode):
     """Records when every storage on the meta device appears and when it is freed.
 
-    `block`: sizes are rounded up to a multiple of this number of bytes.
+    `block`: sizes are rounded up to a multiple of this number of bytes. `cpu_threads`: of operators on a CPU,
+    whose convolutions make copies that count; None for another device.
     """
 
-    def __init__(self, block: int = 1) -> None:
+    def __init__(self, block: int = 1, *, cpu_threads: int | None = None) -> None:
         super().__init__()
+        self._cpu_threads = cpu_threads
         self.nbytes: list[int] = []  # of every storage
         self.recomputed: list[int] = []  # indices of storages that a backward created by running operators again
         self.events: list[int] = []  # `index` (in `nbytes`) when a storage appears, `~index` when it is freed
@@ -65,6 +68,18 @@ class Allocations(TorchDispatchMode):
         """The indices of the living storages."""
         return list(self._places.values())
 
+    def _convolved(self, result: Any, run: Iterable[Kernel]) -> None:
+        results = tensors_in(result) if isinstance(result, torch.Tensor) else result
+        for kernel in run:
+            self._for_a_moment(kernel.before)
+            self.record([results[kernel.result]])
+            self._for_a_moment(kernel.beside)
+
+    def _for_a_moment(self, nbytes: int) -> None:
+        """A storage that is freed at once."""
+        self.events += [len(self.nbytes), ~len(self.nbytes)]
+        self.nbytes.append(-(-nbytes // self._block) * self._block)
+
     def _gone(self, key: int, _: Any) -> None:
         del self._references[key]
         self.events.append(~self._places.pop(key))
@@ -75,6 +90,8 @@ class Allocations(TorchDispatchMode):
         if self.in_backward and self._in_place.has(func, args):
             return args[0]
         result = self._results.of(func, args, kwargs or {})
+        if self._cpu_threads and func in (CONVOLUTION, BACKWARD):
+            self._convolved(result, kernels(func, args, result, self._cpu_threads))
         least = args[0].numel() * args[0].element_size() if func in _WHOLE else 0
         self.record((t for t in tensors_in(result) if t.is_meta), least)
         return result

@@ -110,6 +110,7 @@ class PassConditions:
     recompute: bool = False
     training: bool = True
     device_type: str = "cpu"
+    threads: int = 2  # of operators on a CPU
     autocast: torch.dtype | None = None  # that the passes run under; None: off
     autocast_cache: bool = True  # casts of parameters are kept for all micro-batches of a step
 
@@ -169,7 +170,8 @@ class _Rehearsal:
             self._code = reruns(self._module, self._as_on_device)
         self._casts = AutocastCasts(passes.device_type)
         self._passes, self._split = passes, split
-        self._allocations = Allocations(BLOCK[passes.device_type])
+        threads = passes.threads if passes.device_type == "cpu" else None
+        self._allocations = Allocations(BLOCK[passes.device_type], cpu_threads=threads)
         self._start = 0  # event at which the current pass starts
         own = [x.empty() if isinstance(x, TensorSpec) else x for x in passes.inputs[: passes.held]]
         self._pieces = [x.detach() if isinstance(x, torch.Tensor) else x for x in own]

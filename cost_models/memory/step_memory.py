@@ -13,7 +13,8 @@ counts the storages by their role:
                   forward   | backward  | step
 ```
 
-Not counted: what libraries allocate for their kernels (workspaces of cuBLAS, cuDNN and oneDNN).
+Not counted: what libraries allocate for their kernels (workspaces of cuBLAS, cuDNN and oneDNN), but the copies that
+convolutions make on a CPU.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ class _Rehearsal:
         self.buffers = list(own.buffers())
         self.states: list[torch.Tensor] = []
         self.kept: list[int] = []  # storages alive after the forward
-        self.allocations = Allocations(BLOCK[device_type])
+        threads = torch.get_num_threads() if device_type == "cpu" else None
+        self.allocations = Allocations(BLOCK[device_type], cpu_threads=threads)
         for tensors in (self.parameters, self.buffers, tensors_in(self.inputs), self.gradients):
             self.allocations.record(tensors)
         self.ends = [len(self.allocations.events)]

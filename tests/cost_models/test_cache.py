@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import random
 import sqlite3
 import subprocess
 import sys
@@ -231,14 +232,15 @@ def test_a_damaged_file_is_moved_away_and_replaced(path: Path) -> None:
         assert store.get("key") == 1
 
 
-def test_damage_beyond_the_header_is_found_when_read(path: Path) -> None:
+def test_damage_beyond_the_header_is_found_when_the_file_is_opened(path: Path) -> None:
     with MeasurementCache(path) as store:
         store.put_many({str(index): "x" * 100 for index in range(1000)})
     content = path.read_bytes()
     path.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
-    with MeasurementCache(path) as store:
-        with pytest.warns(UserWarning, match="is damaged"):
-            assert store.get("1") is None
+    with pytest.warns(UserWarning, match="is damaged"):
+        store = MeasurementCache(path)
+    with store:
+        assert store.get("1") is None
         store.put("1", "again")
     with MeasurementCache(path) as store:
         assert store.get("1") == "again"
@@ -483,3 +485,33 @@ torch.backends.fp32_precision = "ieee"
 assert torch.backends.cuda.matmul.fp32_precision == "ieee"
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("damage", [(b"created", b"creaXed"), (b"value TEXT", b"val\xffe TEXT")])
+@pytest.mark.filterwarnings("ignore:measurement cache")
+def test_a_cache_whose_names_are_damaged_keeps_what_is_put(tmp_path: Path, damage: tuple[bytes, bytes]) -> None:
+    path = tmp_path / "cache.sqlite"
+    with MeasurementCache(path) as store:
+        store.put("old", 1.0)
+    content = path.read_bytes()
+    assert damage[0] in content
+    path.write_bytes(content.replace(*damage))
+    with MeasurementCache(path) as store:
+        store.put("new", 2.0)
+        assert store.get("new") == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:measurement cache")
+def test_whatever_bytes_of_a_cache_are_damaged_it_keeps_what_is_put(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    with MeasurementCache(path) as store:
+        store.put_many({f"{number} " * 40: number for number in range(50)})
+    content, chance = path.read_bytes(), random.Random(0)
+    for _ in range(150):
+        damaged = bytearray(content)
+        for _ in range(chance.choice([1, 8, 64])):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        path.write_bytes(bytes(damaged))
+        with MeasurementCache(path) as store:
+            store.put("new", 2.0)
+            assert store.get("new") == 2.0

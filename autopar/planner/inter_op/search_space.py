@@ -36,8 +36,10 @@ FEW_DEVICES = 8  # up to this many devices, every vector of device counts is sea
 MANY_DEVICES = MANY_MESHES = 128
 _EVERY_COUNT = 32  # up to this many samples, every number of micro-batches is searched
 # Pairs of a mesh shape and a number of micro-batches up to which a search looks at all of them: for any model, and for
-# one that has few enough cuts to look at all of these, too.
-_MOST_SHAPES, _MOST_SHAPES_OF_SMALL = 60, 100
+# one that has few enough cuts to look at all of these, too. Up to the last number, as many as make, times the cuts, the
+# product.
+_MOST_SHAPES, _MOST_SHAPES_OF_SMALL, _MOST_SHAPES_OF_SMALLEST = 60, 100, 400
+_SHAPES_TIMES_CUTS = 15_000
 
 _LEAST_REBUILT = 0.02  # of all saved bytes, for stages that recompute attention alone
 
@@ -72,8 +74,7 @@ class SearchSpace:
         self._space = self._space_of(cuts)
         self.counts = self._microbatch_counts()
         # Whether stages may have every mesh shape at every number of micro-batches; else only what is near the best.
-        most_shapes = _MOST_SHAPES_OF_SMALL if self.complete else _MOST_SHAPES
-        self.all_shapes = meshes is None or sum(map(meshes.n_shapes, self.counts)) <= most_shapes
+        self.all_shapes = meshes is None or sum(map(meshes.n_shapes, self.counts)) <= self._most_shapes()
         self.schedules = self._schedules()
         self.most_replicas = options.max_replicas or len(costs.groups)
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
@@ -133,6 +134,12 @@ class SearchSpace:
         new = [one for one in configurations if one.name not in self.costs.configuration]
         self.costs = replace(self.costs, configurations=(*self.costs.configurations, *new))
         self.atoms = with_configurations(self.atoms, self.costs, new, self.options.constraints)
+
+    def _most_shapes(self) -> int:
+        """Pairs of a mesh shape and a number of micro-batches that this search looks at, if there are no more."""
+        if not self.complete:
+            return _MOST_SHAPES
+        return max(_MOST_SHAPES_OF_SMALL, min(_MOST_SHAPES_OF_SMALLEST, _SHAPES_TIMES_CUTS // self.n_cuts))
 
     def most_counts(self) -> int:
         """The largest number of micro-batches that the batch allows."""

@@ -85,6 +85,8 @@ class Found:
 def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshes: MeshChoices | None = None) -> Found:
     """The candidates of a search; `best` fits the memory, and is None where no plan does."""
     found = _searched(costs, options, choose, meshes)
+    for width in found.searching.only_on_some_devices if isinstance(found.searching, SearchingAtHand) else ():
+        found = _faster(found, _searched(costs, options, choose, meshes, width))
     if costs.rehearsal is not None and costs.alone and _looks_again(found):
         found = _with_fewer_bytes(found, costs, options, choose)
     for _ in range(_MOST_SEARCHES):
@@ -119,20 +121,28 @@ def _with_fewer_bytes(found: Found, costs: CostGraph, options: SearchOptions, ch
     meshes are not rehearsed, and so gain nothing."""
     factor = _FEWER if costs.cluster is None else _FEWER_AHEAD
     fewer = _searched(costs, replace(options, bytes_factor=factor), choose, None)
-    if fewer.best is None:
-        return found
-    if found.best is not None and found.best.timeline.step_time <= fewer.best.timeline.step_time:
-        return found
-    return fewer
+    return _faster(found, fewer)
 
 
-def _searched(costs: CostGraph, options: SearchOptions, choose: Choose, meshes: MeshChoices | None) -> Found:
+def _faster(found: Found, other: Found) -> Found:
+    """The first one, unless the plan of the other takes less time."""
+    if other.best is None:
+        return found
+    if found.best is not None and found.best.timeline.step_time <= other.best.timeline.step_time:
+        return found
+    return other
+
+
+def _searched(
+    costs: CostGraph, options: SearchOptions, choose: Choose, meshes: MeshChoices | None, apart: int | None = None
+) -> Found:
+    """`apart`: see `SearchSpace`."""
     if costs.cluster is not None:
         searching: Searching = SearchingAhead(costs, options, meshes)
     else:
         searching = Searching(costs, options)
         if meshes is not None and (meshes.may_gain_time or _may_lack_memory(searching)):
-            searching = SearchingAtHand(costs, options, meshes)
+            searching = SearchingAtHand(costs, options, meshes, apart)
     found = Found(searching, searching.run())
     best = found.choose(choose)
     if best is not None:

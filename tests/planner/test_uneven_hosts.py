@@ -129,11 +129,22 @@ def test_groups_beside_another_lie_like_it(nodes: list[int], data: st.DataObject
     assert len({tuple(sorted(nodes[rank] for rank in one)) for one in found}) == 1
 
 
-def planned(hosts: list[int], widest: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Plan:
-    """A plan of ranks on these hosts, where collectives cost nothing, so that meshes gain time."""
+def planned(
+    hosts: list[int],
+    widest: int,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, ...] = (512,) * 5,
+    rows: int = 16,
+    **options: Any,
+) -> Plan:
+    """A plan of ranks on these hosts, where collectives cost nothing, so that meshes gain time.
+
+    `sizes`: features between the layers.
+    """
     monkeypatch.setattr(MeasuredCollectives, "seconds", lambda *_: 1e-9)
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), torch.randn(16, 512)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+    x = torch.randn(rows, sizes[0])
     devices = parse_devices(["cpu"] * len(hosts))
     example = capture_example(model, devices, (x,), {}, loss_fn=nn.functional.mse_loss, target=x)
     example, search = search_options(example, PlanOptions(**options), len(devices))
@@ -167,9 +178,22 @@ def test_ranks_of_uneven_hosts_get_meshes_that_lie_in_them(
 def test_a_proof_says_which_meshes_were_left_out(
     hosts: list[int], left_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two hosts of three devices have two places for meshes of 2, and not three."""
+    """Two hosts of three devices have two places for meshes of 2, and not three. A search with pools of their own for
+    these finds no faster plan, where one mesh is best, and the proof is that of the usual search."""
     plan = planned(hosts, 2, monkeypatch, max_replicas=1, n_microbatches=1)
     assert ("meshes of 2 only where plans leave devices unused" in plan.optimality) is left_out
+
+
+@pytest.mark.slow
+def test_devices_without_a_place_in_a_mesh_run_stages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of twice the work get the two meshes of 2 that two hosts of three devices have, the other two layers
+    the two devices beside these: no other plan is balanced."""
+    sizes, options = (1024, 2048, 1024, 1024, 1024), {"max_replicas": 1, "n_microbatches": 8, "schedule": "gpipe"}
+    plan = planned([0, 0, 0, 1, 1, 1], 2, monkeypatch, sizes, 256, **options)
+    assert [stage.shards for stage in plan.stages] == [2, 2, 1, 1]
+    used = [device for stage in plan.stages for device in stage.devices]
+    assert len(set(used)) == len(used) == 6
+    assert "meshes of 2 apart from the devices that have no place in any" in plan.optimality
 
 
 @given(

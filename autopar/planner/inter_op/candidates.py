@@ -72,8 +72,10 @@ class Candidate:
 class Searching(SearchSpace):
     """All searches for one cost graph under given options."""
 
-    def __init__(self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None) -> None:
-        super().__init__(costs, options, meshes)
+    def __init__(
+        self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None, apart: int | None = None
+    ) -> None:
+        super().__init__(costs, options, meshes, apart)
         self.bounds: dict[Config, float] = {}  # s: no partition that was looked at has a smaller objective
         self._along: set[Config] = set()  # searched along whole orders
         self._anywhere: dict[Config, float] = {}  # s: no partition has, whatever its cuts

@@ -12,7 +12,7 @@ from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import ReductionCurve, reduction_curve, reduction_seconds_per_byte
 from autopar.costs.sends import Lane, Lanes, estimated_sends
 from autopar.planner.inter_op.device_kind import DeviceKind
-from autopar.planner.inter_op.mesh_places import mesh_places
+from autopar.planner.inter_op.mesh_places import counts_exactly, mesh_places
 from autopar.planner.inter_op.optimizer_seconds import optimizer_rates
 
 # Groups of one device kind whose memory differs by less than this factor count as equal, with the smaller memory.
@@ -35,6 +35,23 @@ def pools_of(groups: Sequence[DeviceGroup]) -> list[list[DeviceGroup]]:
                 mine.append([group])
         pools += [sorted(pool, key=order.__getitem__) for pool in mine]
     return pools
+
+
+def with_places_apart(costs: CostGraph, pools: Sequence[Sequence[DeviceGroup]], width: int) -> list[list[DeviceGroup]]:
+    """The pools, and of each that holds fewer meshes of `width` than its number of devices says, two: the devices that
+    such meshes have, and the others.
+
+        nodes of 3 and 3 devices     0 1 2 | 3 4 5     width 2: the pools 0 1 3 4 and 2 5
+    """
+    found: list[list[DeviceGroup]] = []
+    for pool in pools:
+        nodes = nodes_of(costs, pool)
+        inside = {device for place in mesh_places(nodes, width) for device in place}
+        if not inside or counts_exactly(nodes, width, len(pool)):
+            found.append(list(pool))
+            continue
+        found += [[group for device, group in enumerate(pool) if (device in inside) is part] for part in (True, False)]
+    return found
 
 
 def neighbours(costs: CostGraph, pool: Sequence[DeviceGroup], width: int) -> list[DeviceGroup]:

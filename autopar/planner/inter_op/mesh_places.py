@@ -12,7 +12,7 @@ So all meshes of one width lie alike in their nodes, and one price holds for the
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 Place = tuple[int, ...]  # of a mesh: the numbers of its devices in the pool
@@ -33,6 +33,12 @@ def mesh_places(nodes: Sequence[int], width: int) -> list[Place]:
         starts = range(0, len(whole) - together + 1, together)
         return [tuple(device for of in whole[i : i + together] for device in of) for i in starts]
     return [tuple(device for of in members for device in of)] if width == len(nodes) > 0 else []
+
+
+def devices_by_node(nodes: Sequence[int], width: int) -> tuple[int, ...]:
+    """Devices that meshes of `width` have in each of their nodes, ascending; () if there are no such meshes."""
+    places = mesh_places(nodes, width)
+    return tuple(sorted(Counter(nodes[device] for device in places[0]).values())) if places else ()
 
 
 def counts_exactly(nodes: Sequence[int], width: int, n_devices: int) -> bool:

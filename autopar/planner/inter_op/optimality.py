@@ -55,6 +55,8 @@ def _looked_at(searching: Searching) -> str:
     if len(counts) == 1:
         found = f"{counts[0]} micro-batch" + ("es" if counts[0] > 1 else "")
     found += f", {'all' if searching.complete else 'the most promising'} {searching.n_cuts} cuts"
+    if searching.apart is not None:
+        found += f", meshes of {searching.apart} apart from the devices that have no place in any"
     widths = ", ".join(map(str, searching.only_on_some_devices))
     return f"{found}, meshes of {widths} only where plans leave devices unused" if widths else found
 

@@ -19,10 +19,10 @@ from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import cuts_worth_looking_at, most_cuts
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_kind import DeviceKind
-from autopar.planner.inter_op.device_pools import kind_of_pool, nodes_of, pools_of
+from autopar.planner.inter_op.device_pools import kind_of_pool, nodes_of, pools_of, with_places_apart
 from autopar.planner.inter_op.kind_times import accumulation_of, by_kind, captured_of, launches_of, overlapping_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
-from autopar.planner.inter_op.mesh_places import counts_exactly, mesh_places
+from autopar.planner.inter_op.mesh_places import counts_exactly, devices_by_node
 from autopar.planner.inter_op.optimizer_seconds import stepped
 from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
@@ -47,13 +47,19 @@ _LEAST_REBUILT = 0.02  # of all saved bytes, for stages that recompute attention
 class SearchSpace:
     """The partition problems for one cost graph under given options."""
 
-    def __init__(self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None) -> None:
-        """`meshes`: that stages may have, beside those that `costs` has."""
+    def __init__(
+        self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None, apart: int | None = None
+    ) -> None:
+        """`meshes`: that stages may have, beside those that `costs` has. `apart`: a width whose meshes have pools of
+        their own, as hosts have fewer places for them than their number of devices says."""
         self.costs = costs
         self.meshes = meshes
         self.options = options
         self.atoms = make_atoms(costs, options.constraints)
+        self.apart = apart
         self.pools = pools_of(costs.groups)
+        if apart is not None:
+            self.pools = with_places_apart(costs, self.pools, apart)
         self.full: Used = tuple(len(pool) for pool in self.pools)
         self._nodes = [nodes_of(costs, pool) for pool in self.pools]
         self._single = tuple(self._kind(pool, 1) for pool in range(len(self.pools)))
@@ -256,8 +262,16 @@ class SearchSpace:
         n_devices = config.counts[pool]
         key = (pool, width, n_devices)
         if key not in self._known_counts:
-            self._known_counts[key] = counts_exactly(self._nodes[pool], width, n_devices)
+            exactly = counts_exactly(self._nodes[pool], width, n_devices)
+            self._known_counts[key] = exactly and self._lie_like_their_kind(pool, width)
         return self._known_counts[key]
+
+    def _lie_like_their_kind(self, pool: int, width: int) -> bool:
+        """Whether meshes of a pool lie in their nodes like those of all devices of its kind, which are priced."""
+        kind = self.pools[pool][0].kind
+        everywhere = nodes_of(self.costs, [group for group in self.costs.groups if group.kind == kind])
+        mine = devices_by_node(self._nodes[pool], width)
+        return bool(mine) and mine == devices_by_node(everywhere, width)
 
     @property
     def only_on_some_devices(self) -> list[int]:
@@ -268,7 +282,7 @@ class SearchSpace:
             for (pool, width, n), exactly in self._known_counts.items()
             if not exactly and n == self.full[pool]
         }
-        return sorted({width for pool, width in uncounted if mesh_places(self._nodes[pool], width)})
+        return sorted({width for pool, width in uncounted if self._lie_like_their_kind(pool, width)})
 
     def _known_kind(self, pool: int, width: int) -> DeviceKind:
         if (pool, width) not in self._known_kinds:

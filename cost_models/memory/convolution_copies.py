@@ -7,7 +7,7 @@ that of the result has been copied back:
     backward of the input g' w' x'       then  x' and the gradient of x; x' twice where windows are strided
     of the weight         g' x' w'       then  w' and the gradient of w
 
-An input of at most three channels is read as it is. Other convolutions copy all windows of the input
+An input of at most three channels is read as it is, and so are tensors with fewer channels than a block. Other convolutions copy all windows of the input
 (`columns`), unless a window is a single element. Measured with torch 2.13; which convolutions oneDNN computes:
 `use_mkldnn` in aten/src/ATen/native/Convolution.cpp. Scratch memory of its threads is not counted.
 """
@@ -54,6 +54,8 @@ def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list
         return [Kernel(index, 0, columns) for index in ((0, 1) if wanted else (0,)) if not wanted or wanted[index]]
     channels = weight.shape[1] * groups
     into, out = (weight.shape[0], channels) if transposed else (channels, weight.shape[0])
+    if out < _block() or _FEW_CHANNELS < into < _block():
+        return []  # too few channels for a block: read and written as they are
     read, there, made = _in_blocks(x.nbytes, into), _in_blocks(y.nbytes, out), weight.nbytes
     if groups == 1:
         made = _in_blocks(_in_blocks(made, into), out)
@@ -75,5 +77,9 @@ def _in_blocks(nbytes: int, channels: int) -> int:
     """Bytes of a tensor with its channels in blocks."""
     if channels <= _FEW_CHANNELS:
         return nbytes
-    block = 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8
-    return nbytes // channels * (-(-channels // block) * block)
+    return nbytes // channels * (-(-channels // _block()) * _block())
+
+
+def _block() -> int:
+    """Channels in a block."""
+    return 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8

@@ -7,9 +7,10 @@ that of the result has been copied back:
     backward of the input g' w' x'       then  x' and the gradient of x; x' twice where windows are strided
     of the weight         g' x' w'       then  w' and the gradient of w
 
-An input of at most three channels is read as it is, and so are tensors with fewer channels than a block. Other convolutions copy all windows of the input
-(`columns`), unless a window is a single element. Measured with torch 2.13; which convolutions oneDNN computes:
-`use_mkldnn` in aten/src/ATen/native/Convolution.cpp. Scratch memory of its threads is not counted.
+An input of at most three channels is read as it is, and so are tensors with fewer channels than a block. Other
+convolutions copy all windows of the input (`columns`), unless a window is a single element. Measured with torch 2.13;
+which convolutions oneDNN computes: `use_mkldnn` in aten/src/ATen/native/Convolution.cpp. Scratch memory of threads is
+not counted.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from autopar.planner.inter_op.ahead import SearchingAhead
 from autopar.planner.inter_op.at_hand import SearchingAtHand
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.config import MeshChoices
-from autopar.planner.inter_op.memory_formula import resident_bytes
+from autopar.planner.inter_op.memory_formula import all_resident
 from autopar.planner.rehearsed_memory import Peaks, rehearsed
 from autopar.planner.search_options import SearchOptions
 
@@ -110,7 +110,7 @@ def _may_lack_memory(searching: Searching) -> bool:
     """Whether the formula may refuse a stage that the rehearsal would not: unless every device holds the whole model
     and batch by the formula, with room to spare."""
     atoms, training = searching.atoms, searching.costs.training
-    nbytes = sum(resident_bytes(w, searching.options.optimizer, training).total for _, w in atoms.parameters)
+    nbytes = all_resident((w for _, w in atoms.parameters), searching.options.optimizer, training).total
     nbytes += sum(shared.nbytes for shared in atoms.saved) + sum(value.nbytes for value in atoms.values)
     nbytes += float(atoms.transient.max())
     return nbytes > _FEWER * min(map(searching.memory, searching.costs.groups))

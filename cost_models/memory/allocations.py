@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.graphs import storage_key, tensors_in
-from cost_models.memory.convolution_copies import BACKWARD, CONVOLUTION, Kernel, kernels
+from cost_models.memory.convolution_copies import BACKWARD, CONVOLUTION, CopyingKernel, kernels
 from cost_models.memory.meta_results import MetaResults
 
 _aten = torch.ops.aten
@@ -68,7 +68,7 @@ class Allocations(TorchDispatchMode):
         """The indices of the living storages."""
         return list(self._places.values())
 
-    def _convolved(self, result: Any, run: Iterable[Kernel]) -> None:
+    def _convolved(self, result: Any, run: Iterable[CopyingKernel]) -> None:
         results = tensors_in(result) if isinstance(result, torch.Tensor) else result
         for kernel in run:
             self._for_a_moment(kernel.before)

@@ -30,7 +30,7 @@ _MANY = 16  # samples from which on oneDNN computes windows of single elements o
 _SMALL = 20480  # elements of a single sample up to which oneDNN does not compute small windows
 
 
-class Kernel(NamedTuple):
+class CopyingKernel(NamedTuple):
     """A kernel of a convolution, and the bytes that live beside what it reads and returns."""
 
     result: int  # its number among the results of the operator
@@ -38,12 +38,14 @@ class Kernel(NamedTuple):
     beside: int  # bytes, while its result is made
 
 
-def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list[Kernel]:
-    """Those of a call of `CONVOLUTION` or `BACKWARD` that returned `result`, in order, on so many threads; none where
-    the input is not contiguous: oneDNN reads channels last as they are."""
+def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list[CopyingKernel]:
+    """The kernels of a call of `CONVOLUTION` or `BACKWARD` that returned `result`, in order, on so many threads.
+
+    None where the input is not contiguous: oneDNN reads channels last as they are.
+    """
     if func is CONVOLUTION:
         x, weight, _, stride, padding, dilation, transposed, _, groups = args
-        y, wanted = result, ()
+        y, wanted = result, (True,)
     else:
         y, x, weight, _, stride, padding, dilation, transposed, _, groups, wanted = args
     if not x.is_contiguous():
@@ -52,7 +54,7 @@ def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list
     if not (_by_onednn(x, weight, groups) and (windows or x.shape[0] >= _MANY or threads > 1)):
         single = not windows and not any(padding)
         columns = 0 if single else math.prod(weight.shape[1:]) * groups * (y.nbytes // weight.shape[0])
-        return [Kernel(index, 0, columns) for index in ((0, 1) if wanted else (0,)) if not wanted or wanted[index]]
+        return [CopyingKernel(index, 0, columns) for index in (0, 1) if index < len(wanted) and wanted[index]]
     channels = weight.shape[1] * groups
     into, out = (weight.shape[0], channels) if transposed else (channels, weight.shape[0])
     if out < _block() or _FEW_CHANNELS < into < _block():
@@ -62,10 +64,11 @@ def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list
         made = _in_blocks(_in_blocks(made, into), out)
     copied = 0 if into <= _FEW_CHANNELS else read
     if func is CONVOLUTION:
-        return [Kernel(0, copied + made + there, there)]
+        return [CopyingKernel(0, copied + made + there, there)]
     twice = 2 if max(stride) > 1 else 1  # from one layout to another, and from there to that of the gradient
-    both = Kernel(0, there + made + read, twice * read), Kernel(1, there + copied + made, made)
-    return [kernel for kernel in both if wanted[kernel.result]]
+    of_input = CopyingKernel(0, there + made + read, twice * read)
+    of_weight = CopyingKernel(1, there + copied + made, made)
+    return [kernel for kernel in (of_input, of_weight) if wanted[kernel.result]]
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:

@@ -13,8 +13,8 @@ counts the storages by their role:
                   forward   | backward  | step
 ```
 
-Not counted: what libraries allocate for their kernels (workspaces of cuBLAS, cuDNN and oneDNN), but the copies that
-convolutions make on a CPU.
+Not counted: what libraries allocate for their kernels (workspaces of cuBLAS, cuDNN and oneDNN). The copies that
+convolutions make on a CPU are counted.
 """
 
 from __future__ import annotations

@@ -41,4 +41,4 @@ def _resident(problem: ShardingProblem, found: Sharding) -> ResidentBytes:
         cut = parts(stored.layout, problem.mesh.shape), parts(stored.state, problem.mesh.shape)
         weight = problem.task.weight(value, trained, *cut)
         held.append(resident_bytes(weight, problem.task.optimizer, problem.task.training))
-    return ResidentBytes(*(sum(bytes_of) for bytes_of in zip(*held, strict=True))) if held else ResidentBytes(0, 0, 0)
+    return ResidentBytes.sum_of(held)

@@ -123,7 +123,7 @@ class Searching(SearchSpace):
         return None if solution is None else solution.copied(config.copies)
 
     def take_in(self, other: Searching) -> None:
-        """Know the meshes of another search for the same devices, and what it found out of partitions over them."""
+        """Add the meshes of another search for the same devices, and its bounds."""
         self._add(other.costs.configurations)
         for config, bound in other.bounds.items():
             self.bounds[config] = min(bound, self.bounds.get(config, bound))

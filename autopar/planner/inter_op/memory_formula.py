@@ -54,6 +54,10 @@ class ResidentBytes(NamedTuple):
     def total(self) -> float:
         return self.parameter + (self.gradient + self.optimizer)
 
+    @classmethod
+    def sum_of(cls, held: Iterable[ResidentBytes]) -> ResidentBytes:
+        return cls(*(float(sum(of)) for of in zip(cls(0.0, 0.0, 0.0), *held, strict=True)))
+
 
 def resident_bytes(weight: Weight, optimizer: str, training: bool) -> ResidentBytes:
     """Gradient and optimizer state exist only in training, and only of what is trained."""
@@ -64,10 +68,7 @@ def resident_bytes(weight: Weight, optimizer: str, training: bool) -> ResidentBy
 
 def all_resident(weights: Iterable[Weight], optimizer: str, training: bool) -> ResidentBytes:
     """What a device holds all the time for these parameters and buffers."""
-    held = [resident_bytes(weight, optimizer, training) for weight in weights]
-    return ResidentBytes(
-        sum(one.parameter for one in held), sum(one.gradient for one in held), sum(one.optimizer for one in held)
-    )
+    return ResidentBytes.sum_of(resident_bytes(weight, optimizer, training) for weight in weights)
 
 
 class Activations(NamedTuple, Generic[Bytes]):

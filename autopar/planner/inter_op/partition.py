@@ -63,7 +63,7 @@ from autopar.planner.inter_op.stage_tables import Mode, Stages, WantedStages
 # Below this share of the best time, intervals are no longer halved but walked down from plan to plan.
 _NARROW = 1e-3
 _MOST_SWEEPS = 400
-_CLOSE = 1e-3  # share of the bytes that a plan lacks
+_CLOSE = 1e-3  # share of the bytes that a plan lacks, within which only a smaller lack is looked for
 _MOST_INEXACT = 3  # sweeps after the first one that leaves something unproven
 # Shares of the max term: between the bounds on the least one, and from there to where plans are looked for first, where
 # meshes have one width and where they have several.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from autopar.analysis.loss import LossSplit, study_loss
 from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
+from autopar.capture.autocast_answers import Answer, Asking, answered_as_now
 from autopar.capture.module_state import torch_generators_restored
 from autopar.capture.open_sizes import SymbolicProgram
-from autopar.capture.program import OpenSize, Program, capture
+from autopar.capture.program import OpenSize, Program, capture, common_device, flattened
 from autopar.capture.thread_state import neutral_state
 from autopar.errors import CaptureError
 from cost_models import Device
@@ -93,11 +94,12 @@ def examine(
     model's). Test runs of the graph depend neither on them nor on other state of the calling thread. Raises
     CaptureError, InputError.
     """
-    with untouched(model), neutral_state(device_types):
+    with untouched(model), _answered(model, args, kwargs, device_types, device) as asked, neutral_state(device_types):
         ahead = any(p.is_meta for p in model.parameters())  # nothing will run, so equal layers need one trace
         program = capture(
             model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead, strict=strict, device=device
         )
+    program = replace(program, autocast=tuple(asked))
     return program, study_call(model, program, args, kwargs, device_types, verify=verify)
 
 
@@ -132,13 +134,21 @@ def capture_symbolic(
 ) -> SymbolicProgram | None:
     """Capture a call of `model` with symbols for `open_sizes`; None where no tracer can. The model is unchanged.
     `device`: as for `examine`."""
-    with untouched(model), neutral_state(device_types):
+    with untouched(model), _answered(model, args, kwargs, device_types, device) as asked, neutral_state(device_types):
         try:
             program = capture(model, args, kwargs, batch_dim=batch_dim, open_sizes=open_sizes, device=device)
         except CaptureError as error:
             log.info("capture with symbolic sizes failed, so every size is captured by itself: %s", error)
             return None
-    return SymbolicProgram.of(program, open_sizes)
+    return SymbolicProgram.of(replace(program, autocast=tuple(asked)), open_sizes)
+
+
+def _answered(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device_types: set[str], device: torch.device | None
+) -> AbstractContextManager[dict[Answer, None]]:
+    """`device`: where the capture takes all tensors to be; None: where they are."""
+    home = device or common_device(model, flattened(args, kwargs)[0])
+    return answered_as_now(Asking.of(home, device_types))
 
 
 def without_values(

@@ -317,7 +317,7 @@ class _LossStudy:
             assert weight is not None
             node = list(self._model.graph.output_node().args[0])[weight]  # type: ignore[arg-type]
             names = {n.name: ("input", i) for i, n in enumerate(self._model.graph.find_nodes(op="placeholder"))}
-            return count_of(self._model.graph_module, node, names)
+            return count_of(self._model, node, names)
         names = {
             i.name: (_TARGET, int(key[1:]))
             for i, key in zip(loss.inputs, sorted(self._keys()), strict=True)
@@ -325,11 +325,11 @@ class _LossStudy:
         }
         if rule_name(counted) in ("div", "divide", "true_divide"):
             denominator = counted.args[1]
-            return count_of(loss.graph_module, denominator, names) if isinstance(denominator, fx.Node) else None
+            return count_of(loss, denominator, names) if isinstance(denominator, fx.Node) else None
         found = cross_entropy_arguments(counted)
         if found is None:
             return None
-        return counted_targets(loss.graph_module, found, names)
+        return counted_targets(loss, found, names)
 
     def _keys(self) -> Iterator[str]:
         yield from (f"o{i:04}" for i in range(len(self._outputs)))

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.analysis.operators import is_random
+from autopar.analysis.operators import is_random, on_device
 from autopar.capture.cleanup import CrossEntropyArguments
 from autopar.capture.direct_calls import with_direct_calls
-from autopar.capture.program import is_getitem
+from autopar.capture.program import Program, is_getitem
 from cost_models.graphs import get_attribute
 
 
@@ -22,6 +22,7 @@ class Count:
     """What a loss divides by, as a graph over leaves that are known before the pipeline starts."""
 
     graph: fx.GraphModule  # (*leaves) -> a tensor with one element
+    captured: torch.device  # where its constants are made, and what it copies to the capture's device goes
     leaves: tuple[tuple[str, int], ...]  # ("target", flat index) or ("input", flat index of the model's inputs)
     # Whether a mean over nothing turns a zero gradient into zeros, as cross-entropy does. A quotient makes it NaN.
     keeps_zeros: bool = False
@@ -29,24 +30,48 @@ class Count:
     def of(self, inputs: Sequence[Any], targets: Sequence[Any]) -> torch.Tensor:
         """The count of one micro-batch, from its flat model inputs and flat targets, as float64 without dimensions."""
         leaves = [(targets if where == "target" else inputs)[index] for where, index in self.leaves]
+        place = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), self.captured)
         with torch.no_grad():
-            count: torch.Tensor = self._count(*leaves)
+            count: torch.Tensor = self._code(place)(*leaves)
             return count.double().reshape(())
 
+    def _code(self, place: torch.device) -> Callable[..., torch.Tensor]:
+        """The graph's own code (`nn.Module.__call__` takes as long as the counting) for leaves on `place`."""
+        if place not in self._codes:
+            module = _with_tensors_on(place, on_device(self.graph, self.captured, place))
+            self._codes[place] = with_direct_calls(module).forward
+        return self._codes[place]
+
     @cached_property
-    def _count(self) -> Callable[..., torch.Tensor]:
-        """The graph's own code: `nn.Module.__call__` takes as long as the counting."""
-        return with_direct_calls(self.graph).forward
+    def _codes(self) -> dict[torch.device, Callable[..., torch.Tensor]]:
+        return {}
+
+
+def _with_tensors_on(place: torch.device, module: fx.GraphModule) -> fx.GraphModule:
+    """The graph over tensors of the loss's own, such as weights of classes, that are copied to `place`."""
+    attributes = module.graph.find_nodes(op="get_attr")
+    elsewhere = [node for node in attributes if get_attribute(module, str(node.target)).device != place]
+    if not elsewhere:
+        return module
+    graph, copies = fx.Graph(), {}
+    result = graph.graph_copy(module.graph, copies)
+    for node in elsewhere:
+        own, dtype = copies[node], get_attribute(module, str(node.target)).dtype
+        with graph.inserting_after(own):
+            moved = graph.call_function(torch.ops.aten.to.device, (own, place, dtype))
+        own.replace_all_uses_with(moved, delete_user_cb=lambda user, moved=moved: user is not moved)
+    graph.output(result)
+    return fx.GraphModule(module, graph)
 
 
 class _Slice:
     """The part of a graph that some of its nodes depend on, copied into a graph of its own."""
 
-    def __init__(self, module: fx.GraphModule, names: Mapping[str, tuple[str, int]]) -> None:
+    def __init__(self, program: Program, names: Mapping[str, tuple[str, int]]) -> None:
         """`names`: the placeholders that may be read -> the leaves that they are."""
         self.graph = fx.Graph()
         self.leaves: list[tuple[str, int]] = []
-        self._module, self._names = module, names
+        self._module, self._device, self._names = program.graph_module, program.device, names
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def add(self, root: fx.Node) -> fx.Node | None:
@@ -84,21 +109,21 @@ class _Slice:
         first = next(others)
         for node in placeholders:
             first.prepend(node)
-        return Count(fx.GraphModule(self._module, self.graph), tuple(self.leaves), keeps_zeros)
+        return Count(fx.GraphModule(self._module, self.graph), self._device, tuple(self.leaves), keeps_zeros)
 
 
-def count_of(module: fx.GraphModule, root: fx.Node, names: Mapping[str, tuple[str, int]]) -> Count | None:
+def count_of(program: Program, root: fx.Node, names: Mapping[str, tuple[str, int]]) -> Count | None:
     """The number that node `root` computes, as a graph over the leaves `names`; None where it depends on more."""
-    part = _Slice(module, names)
+    part = _Slice(program, names)
     result = part.add(root)
     return None if result is None else part.finish(result)
 
 
 def counted_targets(
-    module: fx.GraphModule, found: CrossEntropyArguments, names: Mapping[str, tuple[str, int]]
+    program: Program, found: CrossEntropyArguments, names: Mapping[str, tuple[str, int]]
 ) -> Count | None:
     """The number of targets that a cross-entropy averages; with class weights the sum of their weights."""
-    part = _Slice(module, names)
+    part = _Slice(program, names)
     target = part.add(found.target)
     if target is None:
         return None

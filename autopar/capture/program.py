@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import module_hooks, shard_regions, torch_private
+from autopar.capture.autocast_answers import Answer
 from autopar.capture.call_inputs import find_batch, refuse_packed_sequences
 from autopar.capture.cleanup import tidy
 from autopar.capture.export import Traced, Tracers, check_call, trace, warn_of_assignments, warn_of_out_arguments
@@ -88,6 +89,7 @@ class Program:
     shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # calls with a shard hint
     uncaptured: tuple[str, ...] = ()  # what runs as opaque operators, and why, for messages
     layers: tuple[str, ...] = ()  # paths of the modules that the model repeats (`layers.repeated_layers`)
+    autocast: tuple[Answer, ...] = ()  # what the model's code learned of torch.autocast, where it asked
 
     @property
     def graph(self) -> fx.Graph:

@@ -301,8 +301,8 @@ class PipelinedModule(Pipelined, nn.Module):
 
         `profile`: store in `last_profile` how long every stage computes and waits, and record the step's time next to
         its prediction. The step computes the same. Capture and planning at a first call do not count, but a first step
-        still warms up. On GPUs, workers wait for every action, so that a profiled step is slower than others; its time
-        is not recorded.
+        still warms up. On GPUs, times are those of events in the GPUs' own queues: no thread waits for a GPU before
+        the step has ended.
         """
         check_process(self._process)
         if (target is None) != (loss_fn is None):

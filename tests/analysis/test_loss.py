@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar import InputError
 from autopar.analysis.example import Example, capture_example
 from autopar.analysis.loss import LossSplit, study_loss
+from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
 from autopar.runtime.signatures.loss_splits import checked_loss
 
@@ -188,3 +189,31 @@ def test_a_loss_without_values_is_refused() -> None:
         fake = torch.zeros(())
     with pytest.raises(InputError, match="returned a tensor without values"):
         checked_loss(fake, F.cross_entropy, torch.zeros(()))
+
+
+class _Labelled(nn.Module):
+    """Moves its labels to its logits, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(x)
+        return F.cross_entropy(logits, labels.to(logits.device), ignore_index=3)
+
+
+def test_a_count_is_computed_where_the_targets_are() -> None:
+    """Models and losses were captured on the CPU; the meta device stands in for a GPU."""
+    x, labels, weights = torch.randn(8, 6), torch.tensor([0, 1, 2, 3, 4, 3, 2, 1]), torch.rand(5)
+    example = example_of(_Labelled(), x, labels)
+    own = study_loss(own_loss, example.program, example.batching, None)
+    example = example_of(nn.Linear(6, 5), x)
+    weighted = study_loss(nn.CrossEntropyLoss(weights), example.program, example.batching, labels)
+    assert own.count is not None
+    assert weighted.count is not None
+    for count, expected in ((own.count, (labels != 3).sum()), (weighted.count, weights[labels].sum())):
+        for _ in range(2):
+            torch.testing.assert_close(count.of([x, labels], [labels]), expected.double())
+            elsewhere = labels.to("meta")
+            assert count.of([x, elsewhere], [elsewhere]).device.type == "meta"

@@ -99,7 +99,7 @@ def test_several_devices_are_compared_with_one() -> None:
 
 
 @ON_GPU
-@pytest.mark.parametrize("part", [overlap, no_wait, growth], ids=lambda part: part.__name__)
+@pytest.mark.parametrize("part", [no_wait, growth], ids=lambda part: part.__name__)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 def test_what_needs_no_clock_is_met_on_a_gpu(name: str, part: Any, devices: list[str]) -> None:

@@ -65,10 +65,11 @@ def grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
 # The kernels of a CPU, and those of transformers for experts, which torch's counter leaves out.
 MORE = {
     torch.ops.transformers.grouped_mm_fallback: grouped_flops,
-    torch.ops.transformers.grouped_mm_fallback_backward: lambda *args, **kwargs: 2 * grouped_flops(*args),
     aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
 }
+if hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):  # a kernel of its own since transformers 5.2x
+    MORE[torch.ops.transformers.grouped_mm_fallback_backward] = lambda *args, **kwargs: 2 * grouped_flops(*args)
 
 
 def captured(case: Case) -> Program:

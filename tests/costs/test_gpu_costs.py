@@ -103,12 +103,12 @@ def test_planning_holds_the_model_once(devices: list[str]) -> None:
 
 @ON_GPU
 def test_what_the_model_holds_on_the_gpu_counts_once(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with gradients and AdamW's states has four times its size; a quarter of that is there already."""
+    """AdamW's step holds five times the model's size: its two states and its temporaries. One is there already."""
     model, x = linears(8192, 1).to(devices[0]), torch.randn(8, 8192, device=devices[0])
     size, total = sum(p.nbytes for p in model.parameters()), torch.cuda.mem_get_info()[1]
     call = {"example_args": (x,), "target": x, "loss_fn": mse_loss, "optimizer": "adamw", "tune": 0}
     torch.cuda.empty_cache()
-    for times, fits in ((3.9, True), (2.5, False)):
+    for times, fits in ((4.7, True), (3.5, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, times=times: (int(times * size), total))
         if fits:
             autopar.plan(model, devices, **call)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpu_places import ON_PAIRS, on, on_cpu, places
+from gpu_places import ON_PAIRS, names, on, on_cpu, places
 from models import RandomLayer, assert_same_gradients, gpt2, gradients, mlp, tokens
 from shardings import Attention, at_random, one_stage
 from torch import nn
@@ -32,7 +33,7 @@ def pipelined(model: nn.Module, devices: list[str], schedule: str = "1f1b", **mo
 
 def replicated(model: nn.Module, devices: list[str], first: str = "0") -> PipelinedModule:
     """One stage on both workers."""
-    plan = Plan.from_split({first: 0}, n_microbatches=4, devices=[("cpu:0", "cpu:1")])
+    plan = Plan.from_split({first: 0}, n_microbatches=4, devices=[names(devices)])
     return autopar.parallelize(model, devices, plan=plan, cache=False, strict=True)
 
 
@@ -343,6 +344,7 @@ def test_sharded_stages_train_like_the_model(devices: list[str], recompute: bool
     original = copy.deepcopy(model)
     program = capture(model, (x,), {})
     plan = one_stage(program, at_random(program, (2,), 1), recompute=recompute)
+    plan = replace(plan, stages=(replace(plan.stages[0], devices=names(devices)),))
     pm = autopar.parallelize(model, devices, plan=plan, cache=False)
     for _ in range(2):
         output = pm(x)

@@ -45,5 +45,10 @@ def places(devices: Sequence[str]) -> list[torch.device]:
     return list(dict.fromkeys([torch.device("cpu"), *found]))
 
 
+def names(devices: Sequence[str]) -> tuple[str, ...]:
+    """Of these workers, as plans have them."""
+    return tuple(device.name for device in parse_devices(list(devices)))
+
+
 def on_cpu(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     return {name: None if t is None else t.detach().cpu() for name, t in tensors.items()}

@@ -63,7 +63,8 @@ class SharedExports:
             own = _tensors(model)
             return _copied(kept, {id(tensor): own[name] for name, tensor in tensors.items()})
         traced = self._export(model, args, kwargs, dims, in_spec, told)
-        if not told:
+        asked = getattr(getattr(torch.is_autocast_enabled, "__self__", None), "asked", None)  # by the model's code
+        if not told and not asked:
             meta = {name: _on_meta(tensor) for name, tensor in _tensors(model).items()}
             memo = {id(tensor): meta[name] for name, tensor in _tensors(model).items()}
             self._kept[key] = _copied(traced, memo), meta
@@ -89,7 +90,7 @@ def _copied(traced: Traced, memo: dict[int, Any]) -> Traced:
 
 def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     leaves, spec = tree_flatten((args, kwargs))
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return (str(spec), *map(_leaf_key, leaves), *modes, torch.get_default_dtype(), torch.get_default_device())
 
 

@@ -21,6 +21,7 @@ from autopar.analysis.batching import Batching, study_again
 from autopar.analysis.example import LossFunction, capture_symbolic, examine, ordinary, study_call
 from autopar.analysis.loss import LossSplit
 from autopar.capture import torch_private
+from autopar.capture.autocast_answers import Asking
 from autopar.capture.call_inputs import leaf_names
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, common_device, flattened
@@ -94,7 +95,8 @@ class Captures:
         state = self.state.now()
         leaves, spec = flattened(call.args, call.kwargs)
         for signature in reversed(self.known):
-            bound = signature.program.bind_flat(leaves, spec) if signature.state == state else None
+            fits = signature.state == state and self._answers_hold(signature.program)
+            bound = signature.program.bind_flat(leaves, spec) if fits else None
             if bound is not None:
                 if signature is not self.known[-1]:
                     self.known.remove(signature)
@@ -125,7 +127,8 @@ class Captures:
     def _specialised(self, call: CallArguments, state: State) -> BoundSignature | None:
         """The signature from a capture with symbolic sizes that fits the call."""
         for symbolic in reversed(self._symbolic):
-            program = symbolic.program.at(call.args, call.kwargs) if symbolic.state == state else None
+            fits = symbolic.state == state and self._answers_hold(symbolic.program.program)
+            program = symbolic.program.at(call.args, call.kwargs) if fits else None
             if program is None:
                 continue
             batching = study_again(program, symbolic.batching) if symbolic.batching is not None else None
@@ -235,6 +238,10 @@ class Captures:
     def _studied(self, call: CallArguments, program: Program) -> Batching:
         with self._on_own_devices():
             return study_call(self._model, program, call.args, call.kwargs, self._types, verify=self._settings.verify)
+
+    def _answers_hold(self, program: Program) -> bool:
+        """Whether the model's code would learn of torch.autocast what it did when the program was captured."""
+        return not program.autocast or Asking.of(program.device, self._types).holds(program.autocast)
 
     def _place_of_code(self, leaves: Sequence[Any]) -> torch.device | None:
         """Where a capture takes all tensors to be; None: where they are."""

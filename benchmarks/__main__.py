@@ -75,7 +75,13 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
 
 _DEVICE = re.compile(r"cuda(:\d{1,3})?|cpu")
 _FIGURES = (".png", ".svg", ".pdf")  # what a figure can be written as
-_OPTIONS_OF = {"instances": "partition_instances", "tables": "published", "device": "gpu", "models": "gpu"}
+_OPTIONS_OF = {
+    "instances": "partition_instances",
+    "tables": "published",
+    "device": "gpu",
+    "models": "gpu",
+    "parts": "gpu",
+}
 
 
 def _of_another_benchmark(options: argparse.Namespace) -> str | None:
@@ -90,9 +96,11 @@ def _of_another_benchmark(options: argparse.Namespace) -> str | None:
 
 def _unusable(options: argparse.Namespace) -> str | None:
     """What is wrong with the values of options that `run NAME` reads."""
-    unknown = [name for name in options.models.split(",") if name and name not in gpu.MODELS]
-    if unknown:
-        return f"no model {', '.join(unknown)}; gpu has {', '.join(gpu.MODELS)}"
+    try:
+        gpu.check_names("model", _names(options.models), gpu.MODELS)
+        gpu.check_names("part", _names(options.parts), gpu.part_names())
+    except DeviceError as error:
+        return str(error)
     if options.device is not None and not _DEVICE.fullmatch(options.device):
         return f"--device {options.device}: give cuda, cuda:N or cpu"
     for name in ("instances", "tables"):
@@ -135,8 +143,8 @@ def _run(options: argparse.Namespace, own_process: bool) -> int:
     kept = Kept(stem.with_suffix(".partial.jsonl"), depends_on(header, CHANGING) | _asked(options))
     if options.fresh:
         kept.drop()
-    models = tuple(name for name in options.models.split(",") if name)
-    run = Run(options.quick, kept, options.instances or options.tables, options.device, models)
+    folder = options.instances or options.tables
+    run = Run(options.quick, kept, folder, options.device, _names(options.models), _names(options.parts))
     try:
         report = BENCHMARKS[options.name][1](run)
     except TableError as error:
@@ -164,9 +172,13 @@ def _run(options: argparse.Namespace, own_process: bool) -> int:
     return 0
 
 
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name for name in listed.split(",") if name)
+
+
 def _asked(options: argparse.Namespace) -> dict[str, str]:
     """What the results depend on besides machine and code."""
-    asked = {"device": options.device, "models": options.models, "folder": options.instances or options.tables}
+    asked = {"device": options.device, "folder": options.instances or options.tables}
     return {name: str(value) for name, value in asked.items() if value}
 
 
@@ -209,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--tables", type=Path, metavar="DIR", help="of published")
     run.add_argument("--device", metavar="DEVICE", help="of gpu: default cuda; cpu runs what makes sense there")
     run.add_argument("--models", default="", metavar="A,B", help=f"of gpu: some of {', '.join(gpu.MODELS)}")
+    run.add_argument("--parts", default="", metavar="A,B", help=f"of gpu: some of {', '.join(gpu.part_names())}")
     diff = commands.add_parser("diff", help="compare two result files; exit status 1 if anything became slower")
     diff.add_argument("before", type=Path, metavar="BEFORE.json")
     diff.add_argument("after", type=Path, metavar="AFTER.json")

@@ -9,14 +9,14 @@ import dataclasses
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_checks import FULL, PARTS, QUICK, Finding, Setting
-from benchmarks.gpu_models import MODELS, Builder
+from benchmarks.gpu_models import MODELS, Builder, Subject
 from benchmarks.gpu_several import several
 from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
@@ -31,25 +31,61 @@ def run_gpu(
     quick: bool,
     device: str | None = None,
     only: Sequence[str] = (),
+    parts: Sequence[str] = (),
     *,
     backend: str | None = None,
     kept: Kept | None = None,
 ) -> Report:
-    """`device`: default the current GPU. `only`: names of models, default all. `backend`: of torch.compile.
+    """`device`: default the current GPU. `only`, `parts`: names of models and of parts, default all. `backend`: of
+    torch.compile.
 
-    Raises DeviceError without the device, or for a model of another name.
+    Raises DeviceError without the device, or for a model or part of another name.
     """
     setting = setting_of(quick, device, backend)
-    unknown = sorted(set(only) - set(MODELS))
-    if unknown:
-        raise DeviceError(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    check_names("model", only, MODELS)
+    check_names("part", parts, part_names())
     kept = Kept() if kept is None else kept
     findings: list[Finding] = []
     for name, build in MODELS.items():
         if not only or name in only:
-            found = kept.case(name, make=partial(_judged, name, build, setting))
-            findings += [Finding(**finding) for finding in found]
+            findings += _findings(name, build, setting, parts or part_names(), kept.part(name))
     return report_of(findings, setting)
+
+
+def part_names() -> tuple[str, ...]:
+    return (*(part.__name__ for part in PARTS), several.__name__)
+
+
+def check_names(what: str, given: Sequence[str], known: Collection[str]) -> None:
+    """Raises DeviceError, naming those there are."""
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise DeviceError(f"no {what} {', '.join(unknown)}; gpu has {', '.join(known)}")
+
+
+def _findings(name: str, build: Builder, setting: Setting, parts: Sequence[str], kept: Kept) -> list[Finding]:
+    """Of one model. A part that fails is a goal that is missed; the others run all the same."""
+    subject = cache(lambda: build(setting.device, setting.quick))  # not for parts whose findings are kept
+
+    def judged_part(part: Callable[[Subject, Setting], Iterator[Finding]]) -> list[dict[str, Any]]:
+        title = subject().name
+        log.info("%s: %s", title, part.__name__)
+        found = [judged(f, setting) for f in guarded(title, part.__name__, partial(part, subject(), setting))]
+        subject().workload.clear()
+        _free(setting)
+        return [dataclasses.asdict(finding) for finding in found]
+
+    def judged_several() -> list[dict[str, Any]]:
+        title = subject().name
+        subject.cache_clear()  # the systems of several devices need the memory
+        _free(setting)
+        log.info("%s: several devices", title)
+        found = guarded(title, "several devices", partial(several, name, title, setting))
+        return [dataclasses.asdict(judged(finding, setting)) for finding in found]
+
+    makers = {part.__name__: partial(judged_part, part) for part in PARTS} | {several.__name__: judged_several}
+    kept_parts = [kept.case(part, make=make) for part, make in makers.items() if part in parts]
+    return [Finding(**finding) for found in kept_parts for finding in found]
 
 
 def setting_of(quick: bool, device: str | None, backend: str | None = None) -> Setting:
@@ -67,26 +103,6 @@ def setting_of(quick: bool, device: str | None, backend: str | None = None) -> S
     elif place.type != "cpu":
         raise DeviceError(f"the benchmark knows cuda and cpu devices, not {device!r}")
     return Setting(place, quick, *(QUICK if quick else FULL), backend=backend or "inductor")
-
-
-def measure(name: str, build: Builder, setting: Setting) -> Iterator[Finding]:
-    """All findings of one model. A part that fails is a goal that is missed; the others run all the same."""
-    subject = build(setting.device, setting.quick)
-    title = subject.name
-    for part in PARTS:
-        log.info("%s: %s", title, part.__name__)
-        yield from guarded(title, part.__name__, partial(part, subject, setting))
-        subject.workload.clear()
-        _free(setting)
-    del subject  # the systems of several devices need the memory
-    _free(setting)
-    log.info("%s: several devices", title)
-    yield from guarded(title, "several devices", partial(several, name, title, setting))
-
-
-def _judged(name: str, build: Builder, setting: Setting) -> list[dict[str, Any]]:
-    """The findings of one model, as JSON has them."""
-    return [dataclasses.asdict(judged(finding, setting)) for finding in measure(name, build, setting)]
 
 
 def judged(finding: Finding, setting: Setting) -> Finding:

@@ -39,6 +39,7 @@ class Run:
     folder: Path | None = None  # of --instances or --tables
     device: str | None = None  # of gpu
     models: tuple[str, ...] = ()  # of gpu
+    parts: tuple[str, ...] = ()  # of gpu
 
 
 # By name: what it shows, and how it runs.
@@ -97,7 +98,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Run], Report | None]]] = {
     ),
     "gpu": (
         "ResNet-50, GPT-2 medium, a Llama of 1.1 billion parameters and T5 on GPUs: every promise, met or missed",
-        lambda run: gpu.run_gpu(run.quick, run.device, run.models, kept=run.kept),
+        lambda run: gpu.run_gpu(run.quick, run.device, run.models, run.parts, kept=run.kept),
     ),
     "distributed": (
         "BERT and GPT-2 on two processes: autopar, its threads, pipelining, DDP, FSDP2 and tensor parallelism by hand",

@@ -53,13 +53,16 @@ def _with_tensors_on(place: torch.device, module: fx.GraphModule) -> fx.GraphMod
     elsewhere = [node for node in attributes if get_attribute(module, str(node.target)).device != place]
     if not elsewhere:
         return module
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, copies)
     for node in elsewhere:
         own, dtype = copies[node], get_attribute(module, str(node.target)).dtype
+        readers = list(own.users)
         with graph.inserting_after(own):
             moved = graph.call_function(torch.ops.aten.to.device, (own, place, dtype))
-        own.replace_all_uses_with(moved, delete_user_cb=lambda user, moved=moved: user is not moved)
+        for reader in readers:
+            reader.replace_input_with(own, moved)
     graph.output(result)
     return fx.GraphModule(module, graph)
 

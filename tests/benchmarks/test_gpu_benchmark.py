@@ -27,7 +27,6 @@ from benchmarks.gpu_checks import (
     in_turn,
     in_use,
     no_wait,
-    overlap,
     overlapped,
 )
 from benchmarks.gpu_models import MODELS
@@ -51,8 +50,8 @@ GOALS = {
     "wrapped": {
         "one device, wrapped / eager",
         "one device, train_step / eager",
-        "one device, wrapped, compile=True / torch.compile",
     },
+    "compiled": {"one device, wrapped, compile=True / torch.compile"},
     "stages": {
         "two stages on one device / one, 1 micro-batch",
         "two stages on one device / one, 4 micro-batches",
@@ -139,6 +138,8 @@ def test_without_a_gpu_it_refuses_and_names_the_way_out(
     assert main(["gpu", "--device", "meta"]) == 2
     assert main(["gpu", "--device", "cpu", "--models", "resnet,nonsense"]) == 2
     assert "no model nonsense; gpu has resnet, gpt2, llama, t5" in capsys.readouterr().err
+    assert main(["gpu", "--device", "cpu", "--parts", "memory,nonsense"]) == 2
+    assert "no part nonsense; gpu has memory, wrapped, stages" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -157,7 +158,11 @@ def test_a_part_that_fails_is_a_goal_missed_and_the_others_run(
         yield Finding(subject.name, "skipped", "some", None, "", None, "for a reason")
 
     monkeypatch.setattr(gpu, "PARTS", (fails, works, skipped))
-    monkeypatch.setattr(gpu, "several", lambda name, title, setting: iter(()))
+
+    def several(name: str, title: str, setting: Setting) -> Iterator[Finding]:
+        yield from ()
+
+    monkeypatch.setattr(gpu, "several", several)
     arguments = ["--quick", "--device", "cpu", "--models", "resnet", "--results", str(tmp_path)]
     assert main(["gpu", *arguments, "--json", str(tmp_path / "out.json")]) == 0
     data = json.loads((tmp_path / "out.json").read_text())

@@ -45,7 +45,7 @@ class Setting:
         return self.device.type == "cuda"
 
 
-FULL = (5, 0.5, 300)
+FULL = (5, 0.5, 100)
 QUICK = (2, 0.0, 20)
 
 

@@ -38,17 +38,9 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())
     for node in reversed(graph.nodes):
-        guard = node.op == "call_module" and node.target == "_guards_fn"
-        packet = getattr(node.target, "overloadpacket", None)
-        if guard or (packet is not None and packet.__name__ in _ASSERTS):
+        if node.op == "call_module" and node.target == "_guards_fn":
             graph.erase_node(node)
-        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            node.target = call_with_grad_mode
-        elif node.target is torch.ops.higher_order.wrap_with_autocast:
-            node.target = call_with_autocast
-    for child in module.children():
-        if isinstance(child, fx.GraphModule):
-            _drop_asserts(child)
+    _plain_blocks(module)
     graph.eliminate_dead_code()
     separate_layers(graph)
     _drop_copies_onto_themselves(graph)
@@ -92,13 +84,20 @@ def _writes_first(node: fx.Node) -> bool:
     return alias is not None and alias.is_write
 
 
-def _drop_asserts(module: fx.GraphModule) -> None:
-    """Remove export's checks from a nested graph."""
+def _plain_blocks(module: fx.GraphModule) -> None:
+    """Remove export's checks, and turn blocks under no_grad or autocast into plain calls; also inside such blocks."""
     for node in reversed(module.graph.nodes):
         packet = getattr(node.target, "overloadpacket", None)
         if packet is not None and packet.__name__ in _ASSERTS:
             module.graph.erase_node(node)
-    module.recompile()
+        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            node.target = call_with_grad_mode
+        elif node.target is torch.ops.higher_order.wrap_with_autocast:
+            node.target = call_with_autocast
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            _plain_blocks(child)
+            child.recompile()
 
 
 def call_with_grad_mode(enabled: bool, function: Callable[..., Any], *args: Any) -> Any:

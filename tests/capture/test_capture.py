@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import TwoTowers, UNet, assert_same_outputs, bert, gpt2, mlp, ragged_mask, tokens
-from torch import nn
+from torch import fx, nn
 
 import autopar
 from autopar import AutoparWarning, CaptureError, InputError, Plan
@@ -399,25 +399,28 @@ def test_a_program_knows_the_device_of_its_constants_after_its_parameters_have_m
 class _Angles(nn.Module):
     """Positions in float32 whatever the caller's autocast, as rotary embeddings compute them."""
 
-    def __init__(self) -> None:
+    def __init__(self, grad: bool = True) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 4)
+        self.inner, self.grad = nn.Linear(4, 4), grad
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
-        with torch.autocast(device_type=x.device.type, enabled=False):
+        with torch.set_grad_enabled(self.grad), torch.autocast(device_type=x.device.type, enabled=False):
             at = torch.arange(x.shape[1], device=x.device).float()
             angles = at[:, None] @ torch.ones(1, 4, device=x.device)
         found: torch.Tensor = y.float() + angles
         return found
 
 
-def test_blocks_under_autocast_follow_the_device_of_their_stage() -> None:
-    model, x = _Angles(), torch.randn(2, 600, 4)
+@pytest.mark.parametrize("grad", [True, False])
+def test_blocks_under_autocast_follow_the_device_of_their_stage(grad: bool) -> None:
+    """Also inside a block under no_grad."""
+    model, x = _Angles(grad), torch.randn(2, 600, 4)
     program = capture(model, (x,), {})
     cpu, gpu = torch.device("cpu"), torch.device("cuda:1")
     moved = on_device(program.graph_module, cpu, gpu)
-    (block,) = [node for node in moved.graph.nodes if node.target is call_with_autocast]
+    graphs = [part.graph for part in moved.modules() if isinstance(part, fx.GraphModule)]
+    (block,) = [node for graph in graphs for node in graph.nodes if node.target is call_with_autocast]
     assert block.args[0] == "cuda"
     back = on_device(moved, gpu, cpu)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -40,7 +40,9 @@ class Asking:
 
     def answer(self, question: str, device_type: str) -> bool | torch.dtype:
         """What the autocast of this thread is, for a question about `device_type`."""
-        types = self.workers if device_type == self.home and self.workers else (device_type,)
+        types = [device_type]
+        if device_type == self.home:
+            types = [one for one in self.workers if torch.amp.is_autocast_available(one)] or types
         on = next((one for one in types if torch.is_autocast_enabled(one)), types[0])
         return _STATES[question](on)
 
@@ -59,6 +61,7 @@ class _Answers:
             (question, device_type): asking.answer(question, device_type)
             for question in _STATES
             for device_type in {"cpu", "cuda", asking.home, *asking.workers}
+            if torch.amp.is_autocast_available(device_type)  # "meta" has none: torch refuses the question
         }
 
     def is_autocast_enabled(self, device_type: str = "cuda") -> bool | torch.dtype:

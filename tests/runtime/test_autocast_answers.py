@@ -140,3 +140,11 @@ def test_answers_are_for_the_code_of_one_thread_and_end_with_the_capture() -> No
     with pytest.raises(KeyError), answered_as_now(asking):
         raise KeyError
     assert real == (torch.is_autocast_enabled, torch.get_autocast_dtype, torch.get_autocast_gpu_dtype)
+
+
+def test_a_model_without_values_is_planned_ahead() -> None:
+    """The meta device has no autocast, and torch refuses the question."""
+    with torch.device("meta"):
+        model, x = chain(Casting), torch.randn(4, 6, 8)
+    plan = autopar.plan(model, autopar.Cluster.preset("2xH100"), example_args=(x,), n_microbatches=2)
+    assert plan.n_microbatches == 2

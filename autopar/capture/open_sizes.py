@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autopar.capture import torch_private
-from autopar.capture.causal_masks import tell_kernels_of_causal_masks
+from autopar.capture.attention_masks import settle_masks
 from autopar.capture.program import Input, OpenSize, Program, fitting_batch, flattened
 
 
@@ -50,7 +50,7 @@ class SymbolicProgram:
         inputs = tuple(self._input_at(place, leaf) for place, leaf in enumerate(leaves))
         module = _specialised(self.program.graph_module, known, frozenset(self._numbers))
         if not self.program.shard_calls:  # whose borders name nodes of the graph as it was captured
-            tell_kernels_of_causal_masks(module, [one.batch_dim for one in inputs])
+            settle_masks(module, [one.batch_dim for one in inputs])
         return replace(self.program, graph_module=module, inputs=inputs, batch_size=batch)
 
     @cached_property

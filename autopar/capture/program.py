@@ -22,9 +22,9 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import module_hooks, shard_regions, torch_private
+from autopar.capture.attention_masks import settle_masks
 from autopar.capture.autocast_answers import Answer
 from autopar.capture.call_inputs import find_batch, refuse_packed_sequences
-from autopar.capture.causal_masks import tell_kernels_of_causal_masks
 from autopar.capture.cleanup import tidy
 from autopar.capture.export import Traced, Tracers, check_call, trace, warn_of_assignments, warn_of_out_arguments
 from autopar.capture.layers import repeated_layers
@@ -371,7 +371,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
     regions = shard_regions.borders(traced.module.graph, sharded_calls)
     join(traced.module, calls)
     module = tidy(traced.module)
-    tell_kernels_of_causal_masks(module, dims)
+    settle_masks(module, dims)
     shard_calls = shard_regions.settled(module.graph, regions, describe)
     module_hooks.join(module.graph, marks)
     module.recompile()

@@ -6,8 +6,8 @@
      mask = ones(n) & ...           =>
      y    = attention(x, mask)                once per n                  for every micro-batch
 ```
-torch.export makes masks explicit that eager code leaves to the kernel: in a GPT-2 of two layers they are 50 of 150
-operators. They are the same for all micro-batches of one size, in all steps.
+They are the same for all micro-batches of one size, in all steps. Masks that attention does not need are gone before
+(`capture.attention_masks`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import bert, gpt2, t5, tokens
+from models import gpt2, llama, t5, tokens
 from torch import fx, nn
 
 import autopar
@@ -48,8 +48,8 @@ def runs_alike(module: fx.GraphModule, *flat: torch.Tensor) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("build", [gpt2, bert])
-def test_masks_of_language_models_leave_the_graph(build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_positions_and_masks_of_language_models_leave_the_graph(build: Callable[[], nn.Module]) -> None:
     module = graph_of(build().train(), tokens(4))
     split = split_by_sizes(module)
     assert split is not None

@@ -20,15 +20,19 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
+
 import autopar
 from autopar import Comparison, Plan
 from autopar.costs.prediction_error import Distribution
 from autopar.costs.present_speed import PresentSpeed
 from autopar.runtime.comparing.comparison import Row
+from autopar.runtime.comparing.contestants import runs_in_callers_thread
 from autopar.runtime.other_systems.independent import CEILING
 from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Rounds, Table
 from benchmarks.zoo import Subject, gpt2, resnet, t5
+from cost_models import parse_devices
 
 log = logging.getLogger(__name__)
 
@@ -167,9 +171,20 @@ def steps_of(model: str, found: Comparison) -> list[Step]:
     speed = PresentSpeed.of((rows[name].plan, rows[name].steps) for name in CALIBRATING if name in rows)
     ran_as = {name: name for name in rows} | dict(found.same)
     return [
-        _step(model, name, rows[ran], None if ran in CALIBRATING else speed, "" if ran == name else ran)
+        _step(
+            model,
+            name,
+            rows[ran],
+            None if ran in CALIBRATING or _on_other_threads(rows[ran].plan) else speed,
+            "" if ran == name else ran,
+        )
         for name, ran in ran_as.items()
     ]
+
+
+def _on_other_threads(plan: Plan) -> bool:
+    """Whether the plan runs the model itself on the caller's threads, and its prediction is for a worker's."""
+    return runs_in_callers_thread(plan) and torch.get_num_threads() != parse_devices(DEVICES)[0].threads
 
 
 def _step(model: str, name: str, row: Row, speed: PresentSpeed | None, same_as: str) -> Step:
@@ -238,8 +253,9 @@ def _distributions(steps: Sequence[Step]) -> Table:
             rows.append((name, str(d.n), *numbers))
     note = (
         "|predicted - measured| / measured of the step time; the signed median is above 0 where steps were faster. "
-        f"Without the steps that tell the present speed ({' and '.join(CALIBRATING)}). A plan with "
-        "several names counts once, with all of its steps."
+        f"Without the steps that tell the present speed ({' and '.join(CALIBRATING)}), and those of the plain model on "
+        "the caller's threads, where predictions are for a worker's. A plan with several names counts once, with all "
+        "of its steps."
     )
     return Table("Error of predictions", ("", "plans", "median", "p95", "worst", "signed median"), tuple(rows), note)
 

@@ -28,7 +28,9 @@ Hidden = Literal["nothing", "future"]  # of the keys, for every query
 _ATTENTION = aten.scaled_dot_product_attention.default
 _BATCHES = (1, 3)  # samples with which a mask is computed: it must not depend on their number
 _MOST_ELEMENTS = 1 << 28  # of a mask: 9,000 tokens take some 0.1 s
-_SIZES_OF_PYTHON = {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg}
+
+SIZE_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg}
+"""What Python computes sizes from sizes with."""
 
 
 def settle_masks(module: fx.GraphModule, batch_dims: Sequence[int | None]) -> None:
@@ -46,9 +48,11 @@ def settle_masks(module: fx.GraphModule, batch_dims: Sequence[int | None]) -> No
         hidden = seen[mask]
         if hidden == "nothing" or (hidden == "future" and _square(query, key)):
             node.args = (query, key, value, None, dropout, hidden == "future")
-    for mask in seen:
-        _share_between_samples(mask)
-        _erase_unused(mask)
+    for mask, hidden in seen.items():
+        if hidden is None:
+            _share_between_samples(mask)
+        else:
+            _erase_unused(mask)
     if seen:
         module.recompile()
 
@@ -138,7 +142,7 @@ def _needed(mask: fx.Node) -> list[fx.Node] | None:
 
 def _is_plain(target: Any) -> bool:
     """Whether an operator's result depends on nothing but its arguments, and changes none of them."""
-    if target in _SIZES_OF_PYTHON or target is operator.getitem:
+    if target in SIZE_ARITHMETIC or target is operator.getitem:
         return True
     if not isinstance(target, torch._ops.OpOverload):
         return False

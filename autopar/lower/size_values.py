@@ -12,7 +12,6 @@ They are the same for all micro-batches of one size, in all steps. Masks that at
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,9 @@ import torch
 from torch import fx
 
 from autopar.analysis.operators import bases, is_random, operator_name, written_arguments
+from autopar.capture.attention_masks import SIZE_ARITHMETIC
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.uncaptured import uncaptured
-
-_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg}
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def values_of_sizes(module: fx.GraphModule) -> set[fx.Node]:
         if not all(source in numbers or source in found for source in node.all_input_nodes):
             if _is_size(node):
                 numbers.add(node)
-        elif node.op == "call_function" and node.target in _ARITHMETIC:
+        elif node.op == "call_function" and node.target in SIZE_ARITHMETIC:
             numbers.add(node)
         elif _is_pure(node, module) and node not in exposed and isinstance(node.meta.get("val"), torch.Tensor):
             found.add(node)
@@ -79,7 +77,7 @@ def split_by_sizes(module: fx.GraphModule) -> SizeSplit | None:
         if node not in own:
             places[node] = rest.node_copy(node, places.__getitem__)
     for node in reversed(rest.nodes):
-        if node.target in _ARITHMETIC and not node.users:
+        if node.target in SIZE_ARITHMETIC and not node.users:
             rest.erase_node(node)  # only the values needed it
     name = type(module).__name__
     return SizeSplit(

@@ -233,3 +233,21 @@ def test_language_models_call_attention_as_they_do_without_a_capture(name: str, 
         torch.testing.assert_close(loss, wanted.detach())
         assert_same_gradients(gradients(model), gradients(original), 1e-4)
     pm.close()
+
+
+class Layered(Masked):
+    """A first attention under the causal mask, a second under a contiguous copy of the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[1])
+        mask = torch.where((at[None] <= at[:, None]).expand(x.shape[0], 1, -1, -1), True, False)
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        first = scaled_dot_product_attention(q, k, v, mask.contiguous())
+        return scaled_dot_product_attention(first, k, v, mask).squeeze(1)
+
+
+def test_a_mask_that_another_is_made_of_leaves_with_it() -> None:
+    model, x = Layered(), torch.randn(4, 16, 8)
+    program = capture(model, (x,), {})
+    assert told(program) == ["future", "future"]
+    torch.testing.assert_close(program.graph_module(x)[0], model(x))

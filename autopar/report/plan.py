@@ -100,7 +100,9 @@ def _headline(plan: Plan) -> str:
     if plan.predicted_step_time is not None:
         numbers = [f"predicted step {milliseconds(plan.predicted_step_time)} ms"]
         if plan.measured_step_time is not None:
-            numbers.append(f"measured {milliseconds(plan.measured_step_time)} ms")
+            threads = f" with {_count(plan.measured_threads, 'thread')}" if plan.measured_threads else ""
+            numbers[0] += " with a worker's threads" if threads else ""
+            numbers.append(f"measured {milliseconds(plan.measured_step_time)} ms{threads}")
         if plan.single_device_time is not None:
             numbers.append(f"one device {milliseconds(plan.single_device_time)} ms")
             if plan.predicted_step_time:

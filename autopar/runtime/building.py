@@ -9,10 +9,10 @@ from torch import nn
 
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import Progress
-from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import PlanError
 from autopar.options import Data, PlanOptions
 from autopar.plan.plan import Plan
+from autopar.runtime.comparing.in_turn import JobRanks
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.planning.at_hand import plan_at_hand, priced_at_hand
 from autopar.runtime.ranks.module import RankedModule
@@ -34,7 +34,7 @@ def as_wanted(plan: Plan, options: PlanOptions) -> Plan:
 def deciding(devices: tuple[Device, ...], options: PlanOptions, shown: Shown) -> DecideTogether:
     """Makes a plan; with measurements of ranks, for one process a device."""
 
-    def decide(example: Example, ranks: RankMeasurements | None = None) -> Plan:
+    def decide(example: Example, ranks: JobRanks | None = None) -> Plan:
         with shown() as progress:
             return plan_at_hand(example, devices, options, progress, ranks)
 
@@ -44,7 +44,7 @@ def deciding(devices: tuple[Device, ...], options: PlanOptions, shown: Shown) ->
 def pricing(plan: Plan, devices: tuple[Device, ...], options: PlanOptions, shown: Shown) -> DecideTogether:
     """Predicts what the user's plan takes."""
 
-    def price(example: Example, ranks: RankMeasurements | None = None) -> Plan:
+    def price(example: Example, ranks: JobRanks | None = None) -> Plan:
         with shown() as progress:
             return priced_at_hand(plan, example, devices, options, progress, ranks)
 

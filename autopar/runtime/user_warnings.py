@@ -29,6 +29,12 @@ class OneTimeWarnings:
         if batching.obstacle and batching.obstacle != "the batch has one sample":
             self._once(f"the batch is not split into micro-batches: {batching.obstacle}")
 
+    def not_verified(self) -> None:
+        self._once(
+            "verify=True does not check this call: no rank has all values of the model, so what the graph proves "
+            "counts; check the model once in one process (devices=)"
+        )
+
     def statistics_are_of_microbatches(self, plan: Plan, batching: Batching) -> None:
         if batching.batch_norms and plan.n_microbatches > 1:
             self._once(

@@ -65,13 +65,14 @@ def pipeline(n: int, m: int, kinds: tuple[str, ...] = ("k",) * 4) -> Plan:
 # -- the factor --------------------------------------------------------------------------------------------------------
 
 
-def test_the_factor_is_measured_over_predicted_by_the_most_similar_number_of_busy_devices() -> None:
+def test_replicas_have_the_factor_of_as_many_busy_devices_and_pipelines_that_of_one() -> None:
     speed = PresentSpeed.of([(whole(1, 1, 2.0), [3.0, 2.2, 2.0]), (whole(3, 3, 1.0), [1.5]), (pipeline(2, 4), [9.0])])
     assert speed is not None
     assert speed.factors == {("k", 1): pytest.approx(1.1), ("k", 3): 1.5}
     assert speed.steps == 1
     assert speed.factor(whole(1, 1)) == speed.factor(whole(1, 8)) == speed.factor(pipeline(2, 1)) == pytest.approx(1.1)
-    assert speed.factor(pipeline(3, 4)) == speed.factor(pipeline(4, 4)) == 1.5
+    assert speed.factor(whole(3, 6)) == speed.factor(whole(4, 4)) == 1.5, "three busy devices are as near as can be"
+    assert speed.factor(pipeline(3, 4)) == speed.factor(pipeline(4, 4)) == pytest.approx(1.1)
     assert speed.factor(whole(4, 2)) == pytest.approx(1.1), "two of four replicas have no micro-batch; one is as near"
 
 

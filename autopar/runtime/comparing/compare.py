@@ -124,7 +124,7 @@ def _run_comparison(
         apart = [SystemRow(s.name, s.how, taken) for s, taken in zip(others.ready, steps[len(ready) :], strict=True)]
         apart += [SystemRow(name, "", (), why) for name, why in others.refused.items()]
     if record:
-        remember([_record(row, example, devices) for row in rows if row.predicted is not None])
+        remember([_record(row, example, devices) for row in rows if row.error is not None])
     names = tuple(device.name for device in devices)
     ceiling = next((row for row in apart if row.name == CEILING), None)
     rest = tuple(sorted((row for row in apart if row is not ceiling), key=lambda row: systems.index(row.name)))

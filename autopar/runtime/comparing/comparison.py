@@ -53,8 +53,11 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Error of the prediction, relative to the measured time; above 0 where the step was faster than predicted."""
-        return None if self.predicted is None else self.predicted / self.measured - 1
+        """Error of the prediction, relative to the measured time; above 0 where the step was faster than predicted.
+        None also where the step ran with other threads than the prediction is for."""
+        if self.predicted is None or self.plan.measured_threads is not None:
+            return None
+        return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)

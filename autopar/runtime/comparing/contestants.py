@@ -13,7 +13,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -68,16 +68,18 @@ class Contestant:
         """No gradients are left."""
         self.model.zero_grad(set_to_none=True)
 
+    def timed(self, devices: Sequence[Device]) -> float:
+        return timed_step(self.step, self.clear, devices)
+
 
 class Racer(Protocol):
-    """What takes turns: a contestant, or another system."""
+    """What takes turns: a contestant, another system, or a plan that runs on ranks."""
 
     @property
     def name(self) -> str: ...
-    @property
-    def step(self) -> Callable[[], object]: ...
-    @property
-    def clear(self) -> Callable[[], None]: ...
+
+    def timed(self, devices: Sequence[Device]) -> float:
+        """Seconds of a step that starts without gradients, and leaves none."""
 
 
 @contextmanager
@@ -151,7 +153,7 @@ def rounds_in_turn(
             waiting = ThreadsWaiting.now()
             for contestant, seconds in zip(contestants, steps, strict=True):
                 progress(f"measuring {contestant.name}", done)
-                seconds.append(timed_step(contestant, devices))
+                seconds.append(contestant.timed(devices))
             waited.append(waiting.since())
             done = rounds.done(steps, time.perf_counter() - start)
     return [Round(*one) for one in zip(zip(*steps, strict=True), waited, strict=True)][1:]
@@ -187,7 +189,10 @@ def priced(
 
 def predicted_memory(plan: Plan, devices: Sequence[Device]) -> dict[str, int]:
     """Bytes at the peak, by place (`MemoryWatch`)."""
-    places = _places(devices)
+    return _peaks(plan, places_of(devices))
+
+
+def _peaks(plan: Plan, places: Mapping[str, str]) -> dict[str, int]:
     peaks: dict[str, int] = {}  # by device; all stages of a device have the same peak
     for stage in plan.stages:
         if stage.peak_memory is not None or stage.sharding is None:
@@ -198,18 +203,17 @@ def predicted_memory(plan: Plan, devices: Sequence[Device]) -> dict[str, int]:
     return dict(total)
 
 
-def memory_in_turn(plans: Iterable[Plan], devices: Sequence[Device], *, shared: bool) -> dict[str, int]:
+def memory_in_turn(plans: Iterable[Plan], places: Mapping[str, str], shared_on: Collection[str] = ()) -> dict[str, int]:
     """Bytes at the peak of plans that run in turn, by place: of the one that needs most there, beside what the others
-    keep. With `shared` parameters, those on a CPU are the model's own."""
+    keep. `places`: of devices, by their names. On the devices `shared_on`, parameters are the model's own."""
     known = list(plans)
-    places, on_cpu = _places(devices), {d.name for d in devices if d.shares_process_memory}
-    peaks = [predicted_memory(plan, devices) for plan in known]
+    peaks = [_peaks(plan, places) for plan in known]
     kept: list[Counter[str]] = []
     for plan in known:
         mine: Counter[str] = Counter()
         for stage in plan.stages:
             for name in stage.devices:
-                mine[places[name]] += 0 if shared and name in on_cpu else int(stage.parameter_bytes or 0)
+                mine[places[name]] += 0 if name in shared_on else int(stage.parameter_bytes or 0)
         kept.append(mine)
     together = sum(kept, Counter())
     needed: dict[str, int] = {}
@@ -219,7 +223,7 @@ def memory_in_turn(plans: Iterable[Plan], devices: Sequence[Device], *, shared: 
     return needed
 
 
-def _places(devices: Sequence[Device]) -> dict[str, str]:
+def places_of(devices: Sequence[Device]) -> dict[str, str]:
     """By name of a worker, where its bytes count (`MemoryWatch`)."""
     return {d.name: d.name if d.shares_process_memory else str(d.torch_device) for d in devices}
 
@@ -233,11 +237,11 @@ def _no_repeated_warnings() -> Iterator[None]:
     issue_again(caught)
 
 
-def timed_step(contestant: Racer, devices: Sequence[Device]) -> float:
-    """Seconds of a step that starts without gradients."""
-    contestant.clear()
-    _, seconds = timed(contestant.step, devices)
-    contestant.clear()  # the next contestant has gradients of its own
+def timed_step(step: Callable[[], object], clear: Callable[[], None], devices: Sequence[Device]) -> float:
+    """Seconds of a step that starts without gradients. `clear()` leaves none."""
+    clear()
+    _, seconds = timed(step, devices)
+    clear()  # the next contestant has gradients of its own
     return seconds
 
 

@@ -15,7 +15,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_table import Progress
 from autopar.errors import InputError
 from autopar.errors.names import similar
-from autopar.runtime.comparing.contestants import whole_step
+from autopar.runtime.comparing.contestants import timed_step, whole_step
 from autopar.runtime.other_systems.blocks import (
     balanced,
     block_seconds,
@@ -48,6 +48,9 @@ class OtherSystem:
     how: str  # in words
     step: Callable[[], object]  # returns the loss, if it knows it
     clear: Callable[[], None]  # no gradients are left
+
+    def timed(self, devices: Sequence[Device]) -> float:
+        return timed_step(self.step, self.clear, devices)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.measured import measure_costs, with_shards
 from autopar.costs.model_flops import step_work_at_hand
-from autopar.costs.rank_costs import RankMeasurements
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
@@ -27,6 +26,7 @@ from autopar.planner.search import make_plan
 from autopar.planner.search_at_hand import check_max_shards, shards_at_hand, with_shard_notes
 from autopar.planner.search_options import search_options
 from autopar.runtime.comparing.contestants import ComparedCall
+from autopar.runtime.comparing.in_turn import InThisProcess, JobRanks, PlansInTurn
 from autopar.runtime.planning.action_overhead import python_overhead
 from autopar.runtime.planning.calibration import calibrated
 from autopar.runtime.planning.compiled_prices import CompiledPrices, with_compiled
@@ -40,7 +40,7 @@ def plan_at_hand(
     devices: Sequence[Device],
     options: PlanOptions,
     progress: Progress = SILENT,
-    ranks: RankMeasurements | None = None,
+    ranks: JobRanks | None = None,
 ) -> Plan:
     """The fastest plan for a call of a model on `devices`. Raises PlanError and InfeasibleError.
 
@@ -62,15 +62,16 @@ def plan_at_hand(
     costs = compiled.costs
     cache = options.cache
     at_hand = shards_at_hand(example, costs, search, options.max_shards, cache=cache, progress=progress, ranks=ranks)
-    costs, meshes = _pricing_candidates(at_hand.costs, options, progress), at_hand.meshes
+    costs, meshes = _pricing_candidates(at_hand.costs, options, progress, ranks), at_hand.meshes
+    in_turn = _in_turn(call, costs, ranks)
     spent = time.perf_counter() - start
     progress("searching plans", math.nan)
     if options.tune:
-        best = tuned(example, costs, options, search, spent, progress, meshes)
+        best = tuned(example, costs, options, search, spent, progress, meshes, in_turn)
     else:
         best = make_plan(costs, search, meshes)
     if options.calibrate and best.time_scale is None:
-        best = calibrated(best, call, costs, search, progress)
+        best = calibrated(best, example, costs, search, progress, in_turn)
     best = _noted(with_shard_notes(best, at_hand), compiled)
     return replace(best, model=fingerprint(example.model), work=step_work_at_hand(example, devices))
 
@@ -81,7 +82,7 @@ def priced_at_hand(
     devices: Sequence[Device],
     options: PlanOptions,
     progress: Progress = SILENT,
-    ranks: RankMeasurements | None = None,
+    ranks: JobRanks | None = None,
 ) -> Plan:
     """The user's `plan` with its predictions, from measurements on `devices`. Raises PlanError. `ranks`: see
     `plan_at_hand`."""
@@ -93,7 +94,7 @@ def priced_at_hand(
     costs = with_shards(compiled.costs, widest_mesh([plan]), cache=options.cache, progress=progress, ranks=ranks)
     priced = predict_any(plan, example, costs, search.conditions)
     if options.calibrate:
-        priced = calibrated(priced, call, costs, search, progress)
+        priced = calibrated(priced, example, costs, search, progress, _in_turn(call, costs, ranks))
     work = step_work_at_hand(example, devices)
     return replace(_noted(priced, compiled), model=fingerprint(example.model), work=work)
 
@@ -104,7 +105,7 @@ def _measured(
     options: PlanOptions,
     n_microbatches: int | None,
     progress: Progress,
-    ranks: RankMeasurements | None = None,
+    ranks: JobRanks | None = None,
 ) -> CostGraph:
     """What the call costs: its operators, and Python itself. `n_microbatches`: measure this division of the batch
     only."""
@@ -122,6 +123,13 @@ def _noted(plan: Plan, compiled: CompiledPrices) -> Plan:
     return replace(plan, notes=(*plan.notes, *new)) if new else plan
 
 
-def _pricing_candidates(costs: CostGraph, options: PlanOptions, progress: Progress) -> CostGraph:
+def _in_turn(call: ComparedCall, costs: CostGraph, ranks: JobRanks | None) -> PlansInTurn:
+    return InThisProcess(call, costs.devices) if ranks is None else ranks.plans_in_turn(call.settings)
+
+
+def _pricing_candidates(
+    costs: CostGraph, options: PlanOptions, progress: Progress, ranks: JobRanks | None
+) -> CostGraph:
     """`costs` that price the meshes of the user's candidates, too."""
-    return with_shards(costs, widest_mesh((options.candidates or {}).values()), cache=options.cache, progress=progress)
+    widest = widest_mesh((options.candidates or {}).values())
+    return with_shards(costs, widest, cache=options.cache, progress=progress, ranks=ranks)

@@ -35,7 +35,7 @@ from autopar.costs.history import Record, remember
 from autopar.costs.measured import measurement_cache
 from autopar.costs.present_speed import PresentSpeed
 from autopar.costs.shared_hardware import one_worker_per_gpu
-from autopar.errors import InfeasibleError, InputError, PlanError, without_warnings
+from autopar.errors import InfeasibleError, InputError, PlanError
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
@@ -43,20 +43,12 @@ from autopar.planner.explain import TUNED
 from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
-from autopar.runtime.comparing.contestants import (
-    ComparedCall,
-    Rounds,
-    contestants,
-    memory_in_turn,
-    priced,
-    runs_in_callers_thread,
-)
-from autopar.runtime.comparing.disturbance import Doubts, SteadySteps, Steps, steady_steps, why_unbelievable
-from autopar.runtime.comparing.parameter_copies import keeps_parameters
+from autopar.runtime.comparing.contestants import Rounds, priced, runs_in_callers_thread
+from autopar.runtime.comparing.disturbance import Steps, why_unbelievable
+from autopar.runtime.comparing.in_turn import PlansInTurn
 from autopar.runtime.planning.calibration import at_present_speed
-from autopar.runtime.signatures.bound_signature import RunSettings
-from cost_models import Device, bytes_text, signature_key
-from cost_models.hardware.devices import available_memory, find_device
+from cost_models import Device, signature_key
+from cost_models.hardware.devices import find_device
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +70,12 @@ def tuned(
     search: SearchOptions,
     spent: float,
     progress: Progress,
-    meshes: MeshChoices | None = None,
+    meshes: MeshChoices | None,
+    in_turn: PlansInTurn,
 ) -> Plan:
     """The plan that ran fastest, with predictions for the machine as it is now if the whole model was one of those that
     ran (`PresentSpeed`). `spent`: seconds that planning has taken so far. `meshes`: that stages may have.
+    `in_turn`: runs the plans.
 
     Copies of the model run, so that the user's stays as it is. With `options.cache`, the predicted and measured seconds
     go into the history of predictions, and tune="auto" remembers them, so that the same call is planned the same way.
@@ -96,9 +90,10 @@ def tuned(
     if auto and len(plans) == 1:
         return first
     ready = priced(plans, example, costs, search)
-    alone = _as_workers_run(ready, costs.devices)
+    callers = in_turn.callers_threads
+    alone = _as_workers_run(ready, costs.devices, callers)
     racers = ready | {name: plan for name, (plan, _) in alone.items()}
-    lacking = _lacking_memory(racers, costs.devices, example)
+    lacking = in_turn.lacking(racers)
     if auto and lacking:
         return _with_note(first, f"not measured beside other plans: {lacking}")
     devices, how = (
@@ -107,9 +102,16 @@ def tuned(
     )
     # The plain model runs with as many threads as the caller has set.
     key = signature_key(
-        "tuned", _RULES, call_signature(example, costs.devices), devices, torch.get_num_threads(), how, _keys(ready)
+        "tuned",
+        _RULES,
+        call_signature(example, costs.devices),
+        devices,
+        torch.get_num_threads(),
+        how,
+        _keys(ready),
+        *in_turn.facts,
     )
-    believed = _like_predictions(ready, costs.devices) | alone.keys()
+    believed = _like_predictions(ready, costs.devices, callers) | alone.keys()
     with measurement_cache(options.cache) as cache:
         steps: Steps | None = None
         if cache is not None and auto:
@@ -118,8 +120,7 @@ def tuned(
             rounds = Rounds(1, _LEAST_SECONDS, max(_BUDGET, _SHARE * spent)) if auto else Rounds(_STEPS)
             doubts = partial(why_unbelievable, racers, believed)
             threads = {name: threads for name, (_, threads) in alone.items()}
-            call = ComparedCall(example, RunSettings.of(options))
-            found = _run(call, racers, costs.devices, rounds, progress, threads, doubts)
+            found = in_turn.steps(racers, rounds, progress, doubts, threads)
             steps = found.steps
             if found.doubt:
                 return _when_busy(plans, racers, steps, found.doubt, auto=auto)
@@ -128,27 +129,32 @@ def tuned(
                 known = [(racers[n], steps[n]) for n in steps if n in believed and racers[n].predicted_step_time]
                 remember([Record.of(p, example.model, costs.devices, s, source="tune") for p, s in known])
     speed = PresentSpeed.of((racers[name], seconds) for name, seconds in steps.items() if name in believed)
-    return at_present_speed(_fastest(plans, racers, steps, _SAME if auto else 0.0), speed)
+    best = _fastest(plans, racers, steps, _SAME if auto else 0.0)
+    if _like_predictions({"best": best}, costs.devices, callers):
+        return at_present_speed(best, speed)
+    return at_present_speed(replace(best, measured_threads=callers), speed)
 
 
-def _as_workers_run(plans: Mapping[str, Plan], devices: tuple[Device, ...]) -> dict[str, tuple[Plan, int]]:
+def _as_workers_run(
+    plans: Mapping[str, Plan], devices: tuple[Device, ...], callers: int | None
+) -> dict[str, tuple[Plan, int]]:
     """Plans that run the model itself, once more: with as many threads as a worker has, which predictions are for."""
     return {
         f"{name} on {threads} thread{'s' if threads > 1 else ''}": (plan, threads)
         for name, plan in plans.items()
-        if name not in _like_predictions(plans, devices)
+        if name not in _like_predictions(plans, devices, callers)
         for threads in [find_device(devices, plan.used_devices[0]).threads]
     }
 
 
-def _like_predictions(plans: Mapping[str, Plan], devices: tuple[Device, ...]) -> set[str]:
+def _like_predictions(plans: Mapping[str, Plan], devices: tuple[Device, ...], callers: int | None) -> set[str]:
     """Plans whose operators run on as many threads as their predictions are for: not the model itself on the threads of
     the caller, where these are others than a worker's."""
-    callers = torch.get_num_threads()
 
     def others(plan: Plan) -> bool:
         device = find_device(devices, plan.used_devices[0])
-        return runs_in_callers_thread(plan) and device.torch_device.type == "cpu" and device.threads != callers
+        on_cpu = device.torch_device.type == "cpu"
+        return callers not in (None, device.threads) and on_cpu and runs_in_callers_thread(plan)
 
     return {name for name, plan in plans.items() if not others(plan)}
 
@@ -215,37 +221,6 @@ def _strategies(stage: Stage) -> tuple[Any, ...]:
 
 def _keys(plans: Mapping[str, Plan]) -> list[Any]:
     return [(name, _decision(plan)) for name, plan in plans.items()]
-
-
-def _lacking_memory(plans: Mapping[str, Plan], devices: tuple[Device, ...], example: Example) -> str:
-    """Why the plans cannot run in turn, each on its copy of the model; "" if they can."""
-    shared, model = keeps_parameters(example), example.model
-    tensors = [*model.buffers(), *(() if shared else model.parameters())]
-    copied = sum(t.nbytes for t in tensors if t.device.type == "cpu")
-    free = available_memory(torch.device("cpu"))
-    if copied > free:  # a copy is made before it moves to its devices
-        return f"a copy of the model needs {bytes_text(copied)}, the host has {bytes_text(free)}"
-    needed = memory_in_turn(plans.values(), devices, shared=shared)
-    for device in devices:
-        place = device.name if device.name in needed else str(device.torch_device)
-        free = available_memory(device.torch_device)
-        if needed.get(place, 0) > free:
-            return f"{len(plans)} plans in turn need {bytes_text(needed[place])}, {place} has {bytes_text(free)}"
-    return ""
-
-
-def _run(
-    call: ComparedCall,
-    plans: Mapping[str, Plan],
-    devices: tuple[Device, ...],
-    rounds: Rounds,
-    progress: Progress,
-    threads: Mapping[str, int],
-    doubts: Doubts,
-) -> SteadySteps:
-    # What plans would warn of matters for the one that is followed: it will warn by itself.
-    with without_warnings(), contestants(call, plans, devices, progress, threads_of=threads) as ready:
-        return steady_steps(ready, devices, rounds, progress, doubts)
 
 
 def _from_json(value: Any, names: Any) -> dict[str, tuple[float, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from autopar.errors import InputError
 from autopar.options import Data, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.runtime.module import PipelinedModule
-from autopar.runtime.ranks.agreement import compare
+from autopar.runtime.ranks.agreement import compare, digest
 from autopar.runtime.ranks.calls import RankCalls
 from autopar.runtime.ranks.parameters.own import RankParameters
 from autopar.runtime.ranks.planning import DecideTogether, plan_together
@@ -66,6 +66,7 @@ class RankedModule(PipelinedModule):
         same, script = "give the same on every rank", "run the same script on every rank"
         chosen = {"data": "per-rank" if self._takes_shares else "whole"}
         chosen |= {field.name: getattr(options, field.name) for field in fields(options)}
+        chosen["candidates"] = {name: digest(plan.to_json()) for name, plan in (options.candidates or {}).items()}
         facts = {
             "the version of torch": (torch.__version__, "install the same everywhere"),
             "the version of autopar": (__version__, "install the same everywhere"),
@@ -159,25 +160,15 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{shape} {tensor.dtype}{', trained' if tensor.requires_grad else ''}"
 
 
-_TIME_EACH = (
-    "give plan= (from autopar.plan, Plan.by_hand or plan.with_), and compare the steps of several with "
-    "train_step(profile=True)"
-)
-
-
 def check_options(options: PlanOptions) -> PlanOptions:
-    """The options with which rank 0 plans. Raises InputError for those that ranks do not follow so far, all in one
+    """The options with which ranks plan. Raises InputError for those that ranks do not follow so far, all in one
     message, with what to do instead."""
     refused = {
-        "tune": (options.tune not in (0, "auto"), _TIME_EACH),
-        "calibrate": (options.calibrate, "leave it out: ranks plan with what all of them measure together"),
-        "candidates": (bool(options.candidates), _TIME_EACH),
         f"compile='{GRAPHS}'": (options.compile == GRAPHS, "give compile=True"),
         "dynamic with sizes": (
             isinstance(options.dynamic, Mapping),
             "give dynamic=True, or None: other sizes are captured when they come",
         ),
-        "verify": (options.verify, "check once in one process, with devices=: what it finds holds for ranks, too"),
     }
     instead: dict[str, list[str]] = {}  # names by advice
     for name, (given, advice) in refused.items():
@@ -186,7 +177,7 @@ def check_options(options: PlanOptions) -> PlanOptions:
     if instead:
         what = "; ".join(f"{', '.join(names)}: {advice}" for advice, names in instead.items())
         raise InputError(f"not with one process a device so far: {what}")
-    return replace(options, tune=0)  # plans to compare would run as threads of rank 0
+    return options
 
 
 def _one_plan(world: World, devices: Sequence[Device], decide: DecideTogether) -> Decide:

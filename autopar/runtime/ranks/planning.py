@@ -10,6 +10,7 @@ gather on the control group; an order that fails on a rank fails the plan, on al
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,13 +20,15 @@ import torch.distributed as dist
 
 from autopar.analysis.example import Example
 from autopar.costs.measured import passes_of
-from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
+from autopar.runtime.comparing.in_turn import JobRanks, PlansInTurn
 from autopar.runtime.ranks.messages.handling import measured_handling
 from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.places import Place, cores_of, numbered
+from autopar.runtime.ranks.trials import TRIAL, PlansOnRanks, TrialOrders, Trials
 from autopar.runtime.ranks.world import World
+from autopar.runtime.signatures.bound_signature import RunSettings
 from cost_models import Collective, Device, DeviceSpec, MeasuredCollectives, measure_collectives
 from cost_models.hardware.devices import synchronize
 from cost_models.measuring.operator_times import GraphTimes
@@ -43,26 +46,28 @@ from cost_models.measuring.process_links import (
 class DecideTogether(Protocol):
     """Makes a plan for a call like the example. `ranks`: the processes of the devices, if each has one."""
 
-    def __call__(self, example: Example, ranks: RankMeasurements | None = None) -> Plan: ...
+    def __call__(self, example: Example, ranks: JobRanks | None = None) -> Plan: ...
 
 
 _ROUNDS = 3  # of an all-reduce that several groups do at once
 
 
 def plan_together(world: World, devices: Sequence[Device], example: Example, decide: DecideTogether) -> Plan:
-    """What `decide(example, measurements)` returns on rank 0, on all ranks. What it raises there, every rank raises.
+    """What `decide(example, ranks)` returns on rank 0, on all ranks. What it raises there, every rank raises.
 
     Collective. Rank 0 gets its plan back as it is, with what explains it; the others what JSON keeps of it.
     """
     tasks = _Tasks(world, devices, example)
     if world.rank:
         return _followed(world, tasks)
+    asking = _Asking(world, tasks)
     try:
-        plan = decide(example, _Asking(world, tasks))
+        plan = decide(example, asking)
         last: tuple[Any, ...] = ("plan", plan.to_json())
     except Exception as error:
-        world.broadcast_objects([("failed", sendable(error))], 0)
-        on_all_ranks(error)
+        if not asking.trials.raised:  # else all ranks have raised, and none waits for an order
+            world.broadcast_objects([("failed", sendable(error))], 0)
+            on_all_ranks(error)
         raise
     world.broadcast_objects([last], 0)
     return plan
@@ -70,13 +75,17 @@ def plan_together(world: World, devices: Sequence[Device], example: Example, dec
 
 def _followed(world: World, tasks: _Tasks) -> Plan:
     """Do what rank 0 asks for, until it sends the plan."""
-    while True:
-        ((order, *given),) = world.broadcast_objects([None], 0)
-        if order == "plan":
-            return Plan.from_json(given[0])
-        if order == "failed":
-            raise on_all_ranks(given[0])
-        world.gathered(_attempted(tasks, order, given))
+    with contextlib.closing(tasks.trials):
+        while True:
+            ((order, *given),) = world.broadcast_objects([None], 0)
+            if order == "plan":
+                return Plan.from_json(given[0])
+            if order == "failed":
+                raise on_all_ranks(given[0])
+            if order == TRIAL:
+                world.gathered(tasks.trials.do(*given))
+            else:
+                world.gathered(_attempted(tasks, order, given))
 
 
 def _attempted(tasks: _Tasks, order: str, given: Sequence[Any]) -> tuple[Any, str]:
@@ -88,10 +97,11 @@ def _attempted(tasks: _Tasks, order: str, given: Sequence[Any]) -> tuple[Any, st
 
 
 class _Asking:
-    """Rank 0's `RankMeasurements`: every rank, this one included, does the task."""
+    """Rank 0's `JobRanks`: every rank, this one included, does the task."""
 
     def __init__(self, world: World, tasks: _Tasks) -> None:
         self._world, self._tasks = world, tasks
+        self.trials = TrialOrders(world, tasks.trials)
         self.hosts = numbered([place.host for place in world.places])
         self.machines = numbered([place.machine for place in world.places])
         self.cores = _fewest_cores(world.places)
@@ -123,6 +133,10 @@ class _Asking:
     def at_once(self, groups: Sequence[Sequence[int]], nbytes: int) -> float:
         return max(self._asked("at_once", tuple(map(tuple, groups)), nbytes))
 
+    def plans_in_turn(self, settings: RunSettings) -> PlansInTurn:
+        facts = ("ranks", self.backend, self.hosts, self.machines)
+        return PlansOnRanks(self.trials, facts, self._tasks.devices, self._tasks.example.model, settings)
+
     def _asked(self, order: str, *given: Any) -> list[Any]:
         """The results by rank."""
         self._world.broadcast_objects([(order, *given)], 0)
@@ -143,7 +157,8 @@ class _Tasks:
     """What one rank does when it is asked to. All ranks do the same task at the same time."""
 
     def __init__(self, world: World, devices: Sequence[Device], example: Example) -> None:
-        self._world, self._devices, self._example = world, devices, example
+        self._world, self.devices, self.example = world, devices, example
+        self.trials = Trials(world, devices, example)
         self._passes: Callable[..., GraphTimes] | None = None
 
     def passes(self, ranks: tuple[int, ...], workers: int, rows: int) -> GraphTimes | None:
@@ -157,11 +172,11 @@ class _Tasks:
 
     def _own_passes(self, workers: int, rows: int, companions: _Companions | None) -> GraphTimes:
         if self._passes is None:
-            self._passes = passes_of(self._example, self._devices)
-        return self._passes(self._devices[self._world.rank], workers, rows, companions)
+            self._passes = passes_of(self.example, self.devices)
+        return self._passes(self.devices[self._world.rank], workers, rows, companions)
 
     def spec(self, rank: int) -> DeviceSpec | None:
-        return measure_spec(self._devices[rank]) if rank == self._world.rank else None
+        return measure_spec(self.devices[rank]) if rank == self._world.rank else None
 
     def links(self, hosts: Sequence[int]) -> ProcessLinks:
         return measure_process_links(hosts, self._world.control, self._messages(hosts))

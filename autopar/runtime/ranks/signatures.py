@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from autopar.capture.program import flattened
 from autopar.errors import InputError, PlanError
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
+from autopar.runtime.initial_values.missing_values import is_hollow
 from autopar.runtime.ranks.agreement import compare, digest, weights_digest
 from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
 from autopar.runtime.ranks.one_message import on_all_ranks
@@ -52,6 +54,9 @@ class RankCaptures(Captures):
     def _captured(self, *args: Any) -> BoundSignature:
         def captured() -> BoundSignature:
             self._rank_parameters.check_known()
+            if self._settings.verify and any(map(is_hollow, self._model.parameters())):
+                self._settings = replace(self._settings, verify=False)
+                self._warnings.not_verified()
             return super(RankCaptures, self)._captured(*args)
 
         signature: BoundSignature = self._world.outcome("capturing the model", captured)
@@ -76,6 +81,7 @@ class RankSignatures(Signatures):
         self._captures = RankCaptures(world, self.parameters, model, devices, settings, self.warnings)
         self.to_be_filled: frozenset[str] = frozenset()  # tensors that have no values before they are placed
         self.after_placing: list[Callable[[], None]] = []  # what waits for that
+        self.compares = True  # with the first plan, whether all ranks have the same program and weights
         self.agreed_split = 0  # of the call that runs: `known_split` of all ranks, if they have the same
         self._world = world
         self._rank_of = {device.name: rank for rank, device in enumerate(devices)}
@@ -143,7 +149,8 @@ class RankSignatures(Signatures):
 
     def _place_on_ranks(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
         program, batching = signature.program, signature.batching
-        self._compare(signature, plan)
+        if self.compares:
+            self._compare(signature, plan)
         stage_of = plan.assign(program, batching.storages)
         if check_hints:
             check_follows_hints(plan, signature, self._model, len(self._devices), stage_of)

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import InputError
 from autopar.lower import process_groups
@@ -55,6 +57,7 @@ class World:
     places: tuple[Place, ...] = ()  # by rank
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
     _pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
 
     @property
     def carrier(self) -> torch.device:
@@ -73,6 +76,20 @@ class World:
                 if self.rank in ranks:
                     self.connect(group)
         return {ranks: self._groups[ranks] for ranks in set(wanted) if len(ranks) > 1 and self.rank in ranks}
+
+    def mesh(self, ranks: np.ndarray[Any, Any], names: tuple[str, ...]) -> DeviceMesh:
+        """The mesh of some ranks, with an axis for each name. Collective: all ranks ask for the same.
+
+        Stages of several models share it, because torch keeps the process groups of every mesh.
+        """
+        key = (ranks.shape, tuple(ranks.flat), names)
+        found = self._meshes.get(key)
+        if found is None:
+            found = self._meshes[key] = DeviceMesh(self.device.type, torch.from_numpy(ranks), mesh_dim_names=names)
+            if self.rank in key[1]:
+                for dim in range(len(names)):
+                    self.connect(found.get_group(dim))
+        return found
 
     def connect(self, group: Any) -> None:
         """Have a new process group, which this rank is in, ready to carry tensors. Collective in the group.

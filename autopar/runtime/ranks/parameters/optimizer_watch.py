@@ -7,7 +7,7 @@ import gc
 import sys
 from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,7 +24,8 @@ class OptimizerWatch:
     """Watches the steps of every optimizer with parameters of one model."""
 
     def __init__(self, world: World, parameters: Any) -> None:
-        """`parameters`: the model's `RankParameters`. torch keeps the hook; it holds nothing alive."""
+        """`parameters`: the model's `RankParameters`. torch keeps the hooks as long as this lives; they hold nothing
+        alive."""
         self._world = world
         self._waiting: list[ref[torch.optim.Optimizer]] = []  # in a step while nothing is placed: it has a closure
         self._cut: str | None = None  # a parameter that some rank has a part of
@@ -43,8 +44,8 @@ class OptimizerWatch:
             if here is not None:
                 here._waiting = [one for one in here._waiting if one() is not optimizer]
 
-        register_optimizer_step_pre_hook(before_step)
-        register_optimizer_step_post_hook(after_step)
+        for hook in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):
+            finalize(self, hook.remove)
 
     def placed(self, parameters: Any) -> None:
         """The parameters have been placed: optimizers that have those from before get the new ones. Collective.

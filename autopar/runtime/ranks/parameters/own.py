@@ -86,6 +86,7 @@ class RankParameters:
         self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
         self.apart = ApartGradients(world)
         self._watch = OptimizerWatch(world, self)
+        self.owns_stages = True  # False: the captured program, and so its stages, have another model's parameters
         self.failed = False  # a call failed here, so that the ranks may be out of step
 
     @property
@@ -136,11 +137,7 @@ class RankParameters:
             if grid not in self._meshes:
                 axes = grid.ordered(stage.sharding.axes) if stage.sharding is not None else ()
                 names = (*(("replica",) if len(grid.ranks) > 1 else ()), *axes) or ("device",)
-                device = self._world.device
-                self._meshes[grid] = DeviceMesh(device.type, torch.from_numpy(grid.grid), mesh_dim_names=names)
-                if self._world.rank in grid.all:
-                    for dim in range(len(names)):
-                        self._world.connect(self._meshes[grid].get_group(dim))
+                self._meshes[grid] = self._world.mesh(grid.grid, names)
 
     def lines(self, grid: StageGrid) -> tuple[str, ...]:
         """The names of the process groups of this rank's lines along the axes of a stage's mesh."""
@@ -184,7 +181,8 @@ class RankParameters:
         for key, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter) and key in self._holdings:
                 tensor.data = hollow(tensor.shape, tensor.dtype)
-        hollow_stages(lowered)
+        if self.owns_stages:
+            hollow_stages(lowered)
 
     def whole(self) -> AbstractContextManager[None]:
         """Inside, the model has all the parameters that it was built with, those that were placed without values."""

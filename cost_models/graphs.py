@@ -99,10 +99,31 @@ def private_copy(module: fx.GraphModule, device: torch.device, *, gradients: boo
     return _over(root, module)
 
 
+class Uncompiled(fx.GraphModule):
+    """A graph whose Python code is made when it is needed: most copies of graphs are run node by node. (torch makes a
+    class of its own for every graph module.)"""
+
+    def recompile(self) -> Any:
+        self.__dict__.pop("_code", None)
+        type(self).forward = _compiled_first
+
+    @property
+    def code(self) -> str:
+        if "_code" not in self.__dict__:
+            super().recompile()
+        return super().code
+
+
+def _compiled_first(self: Uncompiled, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a graph whose code is not made yet."""
+    fx.GraphModule.recompile(self)
+    return self(*args, **kwargs)
+
+
 def _over(root: nn.Module | dict[str, Any], module: fx.GraphModule) -> fx.GraphModule:
     """The graph of `module` over the tensors of `root`. `module` stays the graph's owner: as an owner, the new module
     and its tensors would live as long as the graph."""
-    private = fx.GraphModule(root, module.graph, class_name="Private")
+    private = Uncompiled(root, module.graph, class_name="Private")
     module.graph.owning_module = module
     return private
 

@@ -19,6 +19,7 @@ from autopar.capture.module_state import set_torch_states, torch_generators_rest
 from autopar.capture.program import Program
 from autopar.capture.uncaptured import Uncaptured
 from cost_models.graphs import StorageNumbers, on_meta, storage_key
+from cost_models.memory.meta_results import MetaResults
 
 _BATCH_NORM = {aten.batch_norm.default}
 DROPOUT = {
@@ -182,6 +183,7 @@ class _Observer(fx.Interpreter):
         super().__init__(module, garbage_collect_values=free)
         self.seen: dict[fx.Node, Any] = {}
         self._device = device
+        self._results = MetaResults()
         self._moved: dict[int, torch.Tensor] = {}  # copies of parameters from other devices, by id: tied ones share one
 
     def run_node(self, n: fx.Node) -> Any:
@@ -225,7 +227,7 @@ class _Observer(fx.Interpreter):
             args = (*args[:4], 0.0, *args[5:])
         if target in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
             args = (*args[:5], 0.0, *args[6:])  # (input, hx, params, has_biases, num_layers, dropout, ...)
-        return super().call_function(target, args, kwargs)
+        return self._results.of(target, args, kwargs)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         child = self.fetch_attr(target)

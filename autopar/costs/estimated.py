@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -185,15 +185,26 @@ class Estimated:
         ]
         if fusion is not None:
             return HostTimes(*fusion.launches(costs), (calls[0], calls[1]), costs.start)
-        forward, backward = [], []
-        for node in compute_nodes(self._module.graph):
-            mine = work[self._folded.kept(node.name)]
-            ahead, behind = len(mine.forward), len(mine.backward)
-            nodes = _dispatched(node, behind) if node.name in self._graded else 0
-            forward.append(_dispatched(node, ahead) * costs.operator + ahead * costs.kernel)
-            summed = self._summed(node) if node.name in self._graded else 0
-            backward.append(nodes * costs.node + behind * costs.kernel + summed * costs.accumulation)
-        return HostTimes(np.array(forward), np.array(backward), (calls[0], calls[1]), costs.start)
+        launched = self._launched
+        kernels = {name: (len(mine.forward), len(mine.backward)) for name, mine in work.items()}
+        ahead, behind = np.array([kernels[name] for name in launched.representatives]).reshape(-1, 2).T
+        # An uncaptured node dispatches several operators.
+        dispatched = np.where(launched.opaque, np.maximum(1, ahead), launched.dispatched)
+        nodes = np.where(launched.opaque, np.maximum(1, behind), launched.dispatched) * launched.graded
+        forward = dispatched * costs.operator + ahead * costs.kernel
+        backward = nodes * costs.node + behind * costs.kernel + launched.summed * costs.accumulation
+        return HostTimes(forward, backward, (calls[0], calls[1]), costs.start)
+
+    @cached_property
+    def _launched(self) -> _Launched:
+        nodes = compute_nodes(self._module.graph)
+        return _Launched(
+            [self._folded.kept(node.name) for node in nodes],
+            np.array([uncaptured(node) is not None for node in nodes], dtype=bool),
+            np.array([_dispatched(node) for node in nodes], dtype=int),
+            np.array([node.name in self._graded for node in nodes], dtype=int),
+            np.array([self._summed(node) if node.name in self._graded else 0 for node in nodes], dtype=int),
+        )
 
     def _summed(self, node: fx.Node) -> int:
         """Parameters that an operator reads, whose gradients are added to those of earlier micro-batches."""
@@ -255,10 +266,19 @@ class Estimated:
         return count_call(lambda *flat: loss(flat), outputs)[1]
 
 
-def _dispatched(node: fx.Node, kernels: int) -> int:
-    """Operators that the host dispatches for a node with `kernels` kernels; an uncaptured node has several."""
-    if uncaptured(node) is not None:
-        return max(1, kernels)
+@dataclass(frozen=True)
+class _Launched:
+    """What the host does for every node, whatever the micro-batch."""
+
+    representatives: list[str]  # the equal node whose work is known
+    opaque: np.ndarray  # whether it runs uncaptured
+    dispatched: np.ndarray  # operators, unless it is opaque
+    graded: np.ndarray  # 1 where a gradient flows to its result
+    summed: np.ndarray  # parameters whose gradients are added to earlier ones
+
+
+def _dispatched(node: fx.Node) -> int:
+    """Operators that the host dispatches for a node."""
     name = getattr(node.target, "__name__", "")
     of_python = getattr(node.target, "__module__", "") == "_operator"  # such as taking an item of a list
     return 0 if of_python or name.startswith("sym_") else 1

@@ -6,6 +6,7 @@ first one: new tensors of the same shapes, strides and dtypes, each in a storage
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -40,8 +41,8 @@ class MetaResults:
         # By call; None: its results are no new tensors.
         self._known: dict[Any, _Result | tuple[_Result, ...] | None] = {}
 
-    def of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func(*args, **kwargs)` returns. To be called inside of a dispatch mode, below autograd."""
+    def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func(*args, **kwargs)` returns. To be called without autograd: in a dispatch mode, or in no_grad."""
         if not _makes_tensors(func):
             return func(*args, **kwargs)
         try:

@@ -26,6 +26,7 @@ from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search_options import search_options
 from autopar.planner.sensitivity import sensitivity
 from autopar.runtime.comparing.contestants import ComparedCall
+from autopar.runtime.comparing.in_turn import InThisProcess
 from autopar.runtime.planning.calibration import calibrated
 from autopar.runtime.signatures.bound_signature import RunSettings
 from cost_models import parse_devices
@@ -201,7 +202,8 @@ def test_a_batch_that_cannot_be_split_is_measured_on_one_device_alone(monkeypatc
     costs = measure_costs(example, parse_devices(TWO), cache=False)
     hand = autopar.plan(Mixing(), TWO, plan=Plan.from_split({"a": 0, "b": 1}, n_microbatches=1), cache=False, **CALL)
     silent: Any = lambda what, done: None  # noqa: E731
-    now = calibrated(hand, ComparedCall(example, RunSettings.of(options)), costs, search, silent)
+    in_turn = InThisProcess(ComparedCall(example, RunSettings.of(options)), costs.devices)
+    now = calibrated(hand, example, costs, search, silent, in_turn)
     assert set(clock.ran) == {"plain model on cpu:0"}
     assert now.time_scale is not None
 

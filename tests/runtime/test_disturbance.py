@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from test_tuning import CALL, Clock, costly, layers
 
 import autopar
-import autopar.runtime.comparing.contestants as contestants_room
 from autopar import Plan
 from autopar.costs.history import recall
 from autopar.plan.stage import Stage
@@ -66,8 +66,11 @@ def test_rounds_agree_whose_ratios_do() -> None:
 
 
 class Racer:
-    def __init__(self, name: str) -> None:
-        self.name, self.step, self.clear = name, lambda: None, lambda: None
+    def __init__(self, name: str, step: Callable[[str], float]) -> None:
+        self.name, self._step = name, step
+
+    def timed(self, devices: object) -> float:
+        return self._step(self.name)
 
 
 @pytest.mark.parametrize(("later", "passes"), [((1.0, 2.0), 2), ((1.0, 9.0), 3)])
@@ -77,15 +80,14 @@ def test_rounds_that_disagree_are_followed_by_more(
     """The first pass has the rounds 1.0 : 2.0 and 1.0 : 4.0; every later one agrees with itself."""
     took: dict[str, list[float]] = {"a": [], "b": []}
 
-    def step(racer: Any, devices: Any) -> float:
-        mine = took[racer.name]
-        first = {"a": (1.0, 1.0, 1.0), "b": (2.0, 2.0, 4.0)}[racer.name]
-        mine.append(first[len(mine)] if len(mine) < 3 else later[racer.name == "b"])
+    def step(name: str) -> float:
+        mine = took[name]
+        first = {"a": (1.0, 1.0, 1.0), "b": (2.0, 2.0, 4.0)}[name]
+        mine.append(first[len(mine)] if len(mine) < 3 else later[name == "b"])
         return mine[-1]
 
-    monkeypatch.setattr(contestants_room, "timed_step", step)
     monkeypatch.setattr(ThreadsWaiting, "now", classmethod(lambda cls: cls(None)))
-    racers = [Racer("a"), Racer("b")]
+    racers = [Racer("a", step), Racer("b", step)]
     found = steady_steps(racers, (), Rounds(2), lambda *_: None, lambda *_: "")
     assert len(took["a"]) == 3 * passes, "a warm-up and two rounds that count in each pass"
     assert set(found.steps) == {"a", "b"}

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autopar
-import autopar.runtime.comparing.contestants as contestants_room
 from autopar import Plan
 from autopar.analysis.example import capture_example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.measured import measure_costs
 from autopar.options import PlanOptions
 from autopar.planner.search_options import search_options
-from autopar.runtime.comparing.contestants import ComparedCall, Rounds, contestants
+from autopar.runtime.comparing import in_turn
+from autopar.runtime.comparing.contestants import ComparedCall, Contestant, Rounds, contestants
 from autopar.runtime.comparing.disturbance import SteadySteps
 from autopar.runtime.planning import at_hand as planning
 from autopar.runtime.planning import tuning
@@ -60,9 +60,9 @@ class Clock:
 
     def __init__(self, took: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
         self.took, self.ran = took, dict.fromkeys(took, 0)
-        monkeypatch.setattr(contestants_room, "timed_step", self)
+        monkeypatch.setattr(Contestant, "timed", lambda contestant, devices: self.timed(contestant))
 
-    def __call__(self, contestant: Any, devices: Any) -> float:
+    def timed(self, contestant: Contestant) -> float:
         self.ran[contestant.name] = self.ran.get(contestant.name, 0) + 1
         return self.took.get(contestant.name, 9.0)
 
@@ -162,7 +162,7 @@ def test_without_memory_for_all_copies_the_prediction_is_trusted_and_the_plan_sa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock({"plain model": 0.1}, monkeypatch)
-    monkeypatch.setattr(tuning, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(in_turn, "available_memory", lambda device: 1000)
     plan = autopar.plan(layers(), ["cpu", "cpu"], cache=False, **CALL)
     assert not clock.ran["plain model"]
     assert "not measured beside other plans" in plan.notes[-1]
@@ -237,13 +237,14 @@ def test_tuning_takes_at_most_a_share_of_planning(spent: float, budget: float, m
         seen.append(rounds)
         return SteadySteps({one.name: (1.0,) for one in ready})
 
-    monkeypatch.setattr(tuning, "steady_steps", take)
+    monkeypatch.setattr(in_turn, "steady_steps", take)
     example = capture_example(layers(), parse_devices(["cpu", "cpu"]), (X,), {}, loss_fn=F.mse_loss, target=Y)
     hand = Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)
     options = PlanOptions(cache=False, candidates={"hand": hand})
     example, search = search_options(example, options, 2)
     costs = measure_costs(example, parse_devices(["cpu", "cpu"]), cache=False)
-    tuning.tuned(example, costs, options, search, spent, _silent)
+    runs = in_turn.InThisProcess(ComparedCall(example, RunSettings.of(options)), costs.devices)
+    tuning.tuned(example, costs, options, search, spent, _silent, None, runs)
     assert seen[-1].budget == budget
 
 

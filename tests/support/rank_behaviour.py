@@ -129,7 +129,7 @@ def refusals() -> dict[str, str]:
     other = ready(seed=rank)[1]
     found["weights"] = message_of(lambda: step(other, torch.ones(8, 12)))
     found["plan"] = message_of(lambda: step(*ready(plan=chain(schedule=("1f1b", "gpipe")[rank]))[1:]))
-    found["options"] = message_of(lambda: ready(compile="graphs", dynamic={"input": {1: (8, 16)}}))
+    found["options"] = message_of(lambda: ready(dynamic={"input": {1: (8, 16)}}))
     found["planning"] = message_of(lambda: step(*ready(plan=None, memory_limit=10)[1:]))
     _, pm, x = ready()
     found["content"] = message_of(lambda: step(pm, x + rank))

@@ -50,13 +50,17 @@ def operators_on_mesh(
             regathered_bytes=own.regathered,
             saved_within=own.within,
             results={(storage, 1 / n_parts, None): nbytes / n_parts for storage, nbytes in whole.results.items()},
-            rebuilt=frozenset(key for key in own.saved if isinstance(key, tuple) and key[0] in whole.rebuilt),
+            rebuilt=frozenset(key for key in own.saved if isinstance(key, tuple) and key[0] in whole.rebuilt)
+            if whole.rebuilt
+            else whole.rebuilt,
             copies=sent.copies,
             gather=sent.gather,
             parameters={
                 storage: weight._replace(**weights.get(represented.get(storage), {}))
                 for storage, weight in whole.parameters.items()
-            },
+            }
+            if whole.parameters
+            else whole.parameters,
         )
     return found
 

@@ -1,7 +1,8 @@
 """Predictions for the machine as it is now: a few steps of the whole model are run before a plan is returned.
 
-plain model                                    <- rounds in turn, on copies of the model
-plain model   plain model on both devices      <- for a plan of replicas
+plain model   plain model on both devices      <- rounds in turn, on copies of the model
+
+Steps on all devices show whether the machine is busy, and scale predictions of replicas.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import partial
 from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Progress
-from autopar.costs.present_speed import PresentSpeed, runs_whole_model
+from autopar.costs.present_speed import PresentSpeed
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.planner.explainers import Explainer, explainer_of, with_explainer
@@ -36,7 +37,7 @@ def calibrated(
     used = set(plan.used_devices)
     kinds = dict.fromkeys(device.kind for device in costs.devices if device.name in used)
     by_kind = {kind: [d.name for d in costs.devices if d.kind == kind and d.name in used] for kind in kinds}
-    plans = dict(_whole_models(by_kind, example, costs, search, replicas=runs_whole_model(plan)))
+    plans = dict(_whole_models(by_kind, example, costs, search))
     threads = {name: find_device(costs.devices, one.used_devices[0]).threads for name, one in plans.items()}
     doubts = partial(why_unbelievable, plans, plans.keys())
     found = in_turn.steps(plans, _ROUNDS, progress, doubts, threads)
@@ -55,12 +56,13 @@ def at_present_speed(plan: Plan, speed: PresentSpeed | None) -> Plan:
 
 
 def _whole_models(
-    by_kind: Mapping[str, Sequence[str]], example: Example, costs: CostGraph, search: SearchOptions, *, replicas: bool
+    by_kind: Mapping[str, Sequence[str]], example: Example, costs: CostGraph, search: SearchOptions
 ) -> Iterator[tuple[str, Plan]]:
-    """The plain model on the first of these devices of each kind, and with `replicas` of it, on all of them."""
+    """The plain model on the first of these devices of each kind, and replicas of it on all of them where the batch can
+    be split."""
     for names in by_kind.values():
         yield f"plain model on {names[0]}", _alone(names[:1], example, costs, search)
-        if replicas and len(names) > 1:
+        if len(names) > 1 and costs.batch_size >= len(names) and not example.batching.obstacle:
             yield f"plain model on {len(names)} devices", _alone(names, example, costs, search)
 
 

@@ -66,7 +66,7 @@ class RankedModule(PipelinedModule):
         same, script = "give the same on every rank", "run the same script on every rank"
         chosen = {"data": "per-rank" if self._takes_shares else "whole"}
         chosen |= {field.name: getattr(options, field.name) for field in fields(options)}
-        chosen["candidates"] = {name: digest(plan.to_json()) for name, plan in (options.candidates or {}).items()}
+        chosen["candidates"] = repr({name: digest(plan.to_json()) for name, plan in (options.candidates or {}).items()})
         facts = {
             "the version of torch": (torch.__version__, "install the same everywhere"),
             "the version of autopar": (__version__, "install the same everywhere"),

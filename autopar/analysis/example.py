@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from autopar.analysis.batching import Batching, study
 from autopar.analysis.few_collections import few_collections
 from autopar.analysis.loss import LossSplit, study_loss
+from autopar.analysis.loss_tensors import trained_tensors
 from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
@@ -56,6 +58,13 @@ class Example:
     def target_dims(self) -> tuple[int | None, ...]:
         """Of every flat target leaf, the dimension that counts samples; none without a loss."""
         return () if self.loss_split is None else self.loss_split.target_dims
+
+    def untouched(self) -> AbstractContextManager[None]:
+        """Inside, steps of the call leave the user's tensors as they are: the model's, those of the call, and what the
+        loss trains besides (a temperature, a teacher)."""
+        given = torch_private.tree_leaves((self.args, self.kwargs, self.target))
+        leaves = [x for x in given if isinstance(x, torch.Tensor) and x.is_leaf and x.requires_grad]
+        return untouched(self.model, [*leaves, *trained_tensors(self.loss, lambda _: False).values()])
 
 
 def resized(example: Example, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Example | None:
@@ -183,18 +192,23 @@ def under_default_device(loss: LossFunction | None) -> LossFunction | None:
     if loss is None or device.type == "cpu":
         return loss
 
-    def under(output: Any, target: Any) -> torch.Tensor:
-        with device:
-            return loss(output, target)
+    return functools.partial(_under, device, loss)
 
-    return under
+
+def _under(device: torch.device, loss: LossFunction, output: Any, target: Any) -> torch.Tensor:
+    with device:
+        return loss(output, target)
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore gradients and the random states of the CPU and of GPUs on leaving."""
-    gradients = [(p, p.grad) for p in model.parameters()]
+def untouched(model: nn.Module, others: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Restore gradients and the random states of the CPU and of GPUs on leaving. Inside, `others` have no gradients
+    from before: backwards would add to them in place."""
+    beside = list(others)
+    gradients = [(p, p.grad) for p in (*model.parameters(), *beside)]
     with torch_generators_restored():
+        for tensor in beside:
+            tensor.grad = None
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.batching import Batching
-from autopar.analysis.example import Example, untouched
+from autopar.analysis.example import Example
 from autopar.analysis.node_values import observe
 from autopar.analysis.operators import compute_nodes, on_device, requires_grad_nodes
 from autopar.capture import torch_private
@@ -300,7 +300,7 @@ def estimate_costs(
 
     @contextmanager
     def apart() -> Iterator[None]:
-        with untouched(example.model), torch.device("cpu"):
+        with example.untouched(), torch.device("cpu"):
             yield
 
     with apart():

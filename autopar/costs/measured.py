@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from autopar.analysis.batching import Batching
-from autopar.analysis.example import Example, untouched
+from autopar.analysis.example import Example
 from autopar.analysis.operators import on_device
 from autopar.capture.program import Program
 from autopar.costs import cost_graph
@@ -330,7 +330,7 @@ def passes_of(
 def _apart(example: Example) -> Iterator[None]:
     """Inside, passes leave the model as it is."""
     # Copies that are made in inference mode could not be written outside of it, where operators are timed.
-    with untouched(example.model), torch.device("cpu"), torch.inference_mode(False):
+    with example.untouched(), torch.device("cpu"), torch.inference_mode(False):
         yield
 
 

@@ -22,6 +22,7 @@ from autopar.costs.measured import measure_costs
 from autopar.options import PlanOptions
 from autopar.planner.search_options import search_options
 from autopar.runtime.comparing import in_turn
+from autopar.runtime.comparing.comparison import Row
 from autopar.runtime.comparing.contestants import ComparedCall, Contestant, Rounds, contestants
 from autopar.runtime.comparing.disturbance import SteadySteps
 from autopar.runtime.planning import at_hand as planning
@@ -262,3 +263,63 @@ def test_a_first_call_in_inference_mode_is_planned_and_later_ones_train(training
     for mine, plain in zip(pm.parameters(), original.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, plain.grad)
     torch.testing.assert_close(dict(pm.named_buffers()), dict(original.named_buffers()))
+
+
+@pytest.mark.usefixtures("costly")
+@pytest.mark.parametrize("callers", [1, 2])
+def test_a_plan_that_runs_the_model_itself_says_with_how_many_threads_it_was_measured(
+    callers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock({"plain model": 0.1, "plain model on 1 thread": 0.2}, monkeypatch)
+    with operator_threads(callers):
+        plan = autopar.plan(layers(), ["cpu", "cpu"], cache=False, **CALL)
+    workers = parse_devices(["cpu", "cpu"])[0].threads
+    said = " ".join(str(plan).split())
+    row = Row("automatic", plan, (0.1,), {}, {})
+    if callers == workers:
+        assert plan.measured_threads is None
+        assert ", measured 100 ms," in said
+        assert row.error is not None
+    else:
+        assert plan.measured_threads == callers
+        assert f" ms with a worker's threads, measured 100 ms with {callers} thread" in said
+        assert row.error is None
+    assert Plan.from_json(plan.to_json()).measured_threads == plan.measured_threads
+
+
+@pytest.mark.usefixtures("costly")
+@pytest.mark.parametrize("options", [{"tune": 0}, {}, {"tune": 2}, {"tune": 0, "calibrate": True}])
+def test_planning_leaves_no_gradients_in_what_the_loss_or_the_call_has(options: dict[str, Any]) -> None:
+    """The first step's gradients are then those of the plain model."""
+    found = []
+    for pipelined in (False, True):
+        tau, scale = nn.Parameter(torch.tensor(2.0)), nn.Linear(16, 16)
+        scale.load_state_dict({"weight": torch.eye(16), "bias": torch.ones(16)})
+        x, y = X.clone().requires_grad_(), Y.clone().requires_grad_()
+        y.grad = torch.ones_like(y)
+
+        def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(scale(output) * tau, target)  # noqa: B023  called in this round alone
+
+        model = layers().eval()
+        if pipelined:
+            hand = Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)
+            mine = options if options.get("tune") == 0 else {**options, "candidates": {"hand": hand}}
+            pm = autopar.parallelize(model, ["cpu", "cpu"], cache=False, **mine)
+            pm.prepare((x,), {}, loss_fn=loss_fn, target=y)
+            assert tau.grad is scale.weight.grad is x.grad is None
+            assert torch.equal(y.grad, torch.ones_like(y))
+            pm.train_step(x, target=y, loss_fn=loss_fn)
+        else:
+            loss_fn(model(x), y).backward()
+        found.append([tau.grad, scale.weight.grad, x.grad, y.grad])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.usefixtures("costly")
+def test_comparing_plans_leaves_no_gradients_in_what_the_loss_trains() -> None:
+    tau = nn.Parameter(torch.tensor(2.0))
+    plans = {"hand": Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)}
+    call = {**CALL, "loss_fn": lambda output, target: F.mse_loss(output * tau, target)}
+    autopar.compare(layers(), ["cpu", "cpu"], plans, repeats=1, cache=False, **call)
+    assert tau.grad is None

@@ -80,14 +80,28 @@ def tuned(options: dict[str, Any], by_rank: list[dict[str, float]]) -> dict[str,
     }
 
 
-def trained(options: dict[str, Any]) -> tuple[float, float, int]:
-    """The loss of a first step on ranks, that of the plain model, and how many models ranks still hold parts of."""
-    model = layers().eval()
-    plain = functional.mse_loss(model(X), Y).item()
+def trained(options: dict[str, Any]) -> tuple[list[float], list[float], int]:
+    """The plain model's loss, and the gradient of what the loss trains besides; the same of a first step on ranks; and
+    how many models ranks still hold parts of."""
+    model, tau = layers().eval(), nn.Parameter(torch.tensor(2.0))
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(output * tau, target)
+
+    loss = loss_fn(model(X), Y)
+    loss.backward()
+    plain = [loss.item(), gradient_of(tau)]
+    tau.grad = None
+    model.zero_grad()
     pm = autopar.parallelize(model, cache=False, **options)
-    loss = pm.train_step(X, target=Y, loss_fn=functional.mse_loss).item()
+    step = pm.train_step(X, target=Y, loss_fn=loss_fn)
     gc.collect()
-    return plain, loss, len(list(own._of_this_process))
+    return plain, [step.item(), gradient_of(tau)], len(list(own._of_this_process))
+
+
+def gradient_of(number: torch.Tensor) -> float:
+    assert number.grad is not None
+    return number.grad.item()
 
 
 def remembered() -> tuple[list[str], list[str], bool]:

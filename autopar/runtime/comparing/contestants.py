@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from autopar.analysis.example import Example, untouched
+from autopar.analysis.example import Example
 from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import has_hooks
@@ -103,7 +103,7 @@ def contestants(
     ready: list[Contestant] = []
     copies = ParameterCopies(call.example)
     callers = torch.get_num_threads()
-    with untouched(call.example.model), operator_threads(threads or callers), torch.inference_mode(False):
+    with call.example.untouched(), operator_threads(threads or callers), torch.inference_mode(False):
         try:
             if plain is not None:
                 ready.append(_plain(plain, call, devices[0], copies))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.analysis.example import Example, untouched
+from autopar.analysis.example import Example
 from autopar.analysis.own_loss import own_loss
 from autopar.capture.module_hooks import has_hooks
 from autopar.costs.cost_table import Progress
@@ -93,7 +93,7 @@ class Trials:
 
     def prepare(self, plans: Mapping[str, str], settings: RunSettings) -> None:
         """`plans`: as JSON. Raises PlanError on all ranks for one that they do not run."""
-        self._open.enter_context(untouched(self._example.model))
+        self._open.enter_context(self._example.untouched())
         self._open.enter_context(torch.inference_mode(False))
         self._open.enter_context(without_warnings())  # the plan that is followed will warn by itself
         copies = ParameterCopies(self._example)

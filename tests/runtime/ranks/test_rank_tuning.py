@@ -64,8 +64,8 @@ def test_calibrating_steps_on_ranks_scale_predictions(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("options", [{"tune": 2}, {}, {"tune": 2, "n_microbatches": 4, "max_replicas": 1}])
 def test_a_tuned_plan_trains_like_the_plain_model_and_no_copy_stays(ranks: RankPool, options: dict[str, Any]) -> None:
-    for plain, loss, models in ranks.run(trained, 2, options):
-        assert loss == pytest.approx(plain, rel=1e-6)
+    for plain, found, models in ranks.run(trained, 2, options):
+        assert found == pytest.approx(plain, rel=1e-6)
         assert models == 1
 
 

@@ -14,7 +14,14 @@ from autopar.analysis.example import Example, capture_example
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
-from autopar.runtime.comparing.contestants import ComparedCall, Rounds, contestants, memory_in_turn, steps_in_turn
+from autopar.runtime.comparing.contestants import (
+    ComparedCall,
+    Rounds,
+    contestants,
+    memory_in_turn,
+    places_of,
+    steps_in_turn,
+)
 from autopar.runtime.comparing.parameter_copies import ParameterCopies, keeps_parameters
 from autopar.runtime.signatures.bound_signature import RunSettings
 from cost_models import Device, parse_devices
@@ -139,6 +146,6 @@ def test_plans_in_turn_need_what_one_needs_and_the_parameters_of_the_others() ->
         Plan((stage("cpu:0", parameters=30, peak=60),), 1, "gpipe"),
         Plan((stage("cpu:0", parameters=10, peak=20), stage("cpu:1", parameters=20, peak=40)), 2, "gpipe"),
     ]
-    shared, apart = (memory_in_turn(plans, devices, shared=one) for one in (True, False))
+    shared, apart = (memory_in_turn(plans, places_of(devices), on) for on in (("cpu:0", "cpu:1"), ()))
     assert shared == {"cuda:0": 50 + 30 + 30, "cpu:0": 60, "cpu:1": 40}
     assert apart == {"cuda:0": 50 + 30 + 30, "cpu:0": 60 + 10, "cpu:1": 40}

@@ -19,7 +19,6 @@ from models import CASES, Case, assert_same_gradients, assert_same_outputs, grad
 from torch import nn
 
 import autopar
-import autopar.runtime.comparing.contestants as contestants_room
 from autopar import Cluster, InfeasibleError, InputError, Plan, PlanError
 from autopar.analysis.example import capture_example
 from autopar.capture.repeated_layers.fold import fold
@@ -35,6 +34,7 @@ from autopar.planner.search import make_plan
 from autopar.planner.search_at_hand import check_max_shards, shards_at_hand
 from autopar.planner.search_options import search_options
 from autopar.runtime.comparing.comparison import Comparison
+from autopar.runtime.comparing.contestants import Contestant
 from autopar.runtime.planning import tuning
 from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.mesh import make_mesh
@@ -323,7 +323,7 @@ def test_a_plan_with_shards_that_is_slower_in_truth_is_not_followed(monkeypatch:
         ran.append(contestant.plan)
         return 1.0 if max(shards(contestant.plan)) > 1 else 0.5
 
-    monkeypatch.setattr(contestants_room, "timed_step", step)
+    monkeypatch.setattr(Contestant, "timed", step)
     plan = autopar.plan(big_layer(), DEVICES, **CALL, max_shards=4, cache=False)
     assert {max(shards(one)) > 1 for one in ran} == {True, False}
     assert set(shards(plan)) == {1}

@@ -11,8 +11,8 @@ different work at any moment; they take the factor of one device:
     3 replicas               predicted 50 ms, expected now 50 ms x 1.20 = 60 ms, by the most similar number
     a pipeline on 2          predicted 64 ms, expected now 64 ms x 1.10 = 70 ms
 
-Over five runs of `python -m benchmarks run accuracy` on two processors, the 60 steps of pipelines were off by 3.9 % in the
-median this way (95th percentile 11.6 %), and by 5.0 % (14.6 %) with the factor of replicas.
+Over five runs of `python -m benchmarks run accuracy` on two processors, the 60 steps of pipelines were off by 3.9 % in
+the median this way (95th percentile 11.6 %), and by 5.0 % (14.6 %) with the factor of replicas.
 """
 
 from __future__ import annotations

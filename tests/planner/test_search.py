@@ -351,7 +351,7 @@ def test_tuning_follows_the_plan_that_was_fastest_in_turn(monkeypatch: pytest.Mo
     x, y = torch.randn(12, 32), torch.randn(12, 32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     hand = Plan.from_split({"1": 0, "2": 1}, n_microbatches=3)
-from autopar.runtime.comparing.contestants import Contestant
+    from autopar.runtime.comparing.contestants import Contestant
 
     took = {"automatic 1": 3.0, "automatic 2": 2.0, "mine": 1.0}
     monkeypatch.setattr(Contestant, "timed", lambda contestant, devices: took[contestant.name])

@@ -20,19 +20,15 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-
 import autopar
 from autopar import Comparison, Plan
 from autopar.costs.prediction_error import Distribution
 from autopar.costs.present_speed import PresentSpeed
 from autopar.runtime.comparing.comparison import Row
-from autopar.runtime.comparing.contestants import runs_in_callers_thread
 from autopar.runtime.other_systems.independent import CEILING
 from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Rounds, Table
 from benchmarks.zoo import Subject, gpt2, resnet, t5
-from cost_models import parse_devices
 
 log = logging.getLogger(__name__)
 
@@ -175,16 +171,11 @@ def steps_of(model: str, found: Comparison) -> list[Step]:
             model,
             name,
             rows[ran],
-            None if ran in CALIBRATING or _on_other_threads(rows[ran].plan) else speed,
+            None if ran in CALIBRATING or rows[ran].error is None else speed,
             "" if ran == name else ran,
         )
         for name, ran in ran_as.items()
     ]
-
-
-def _on_other_threads(plan: Plan) -> bool:
-    """Whether the plan runs the model itself on the caller's threads, and its prediction is for a worker's."""
-    return runs_in_callers_thread(plan) and torch.get_num_threads() != parse_devices(DEVICES)[0].threads
 
 
 def _step(model: str, name: str, row: Row, speed: PresentSpeed | None, same_as: str) -> Step:

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from autopar import Comparison, Plan
 from autopar.plan.stage import Stage
@@ -14,7 +13,6 @@ from autopar.runtime.comparing.comparison import Row
 from benchmarks.accuracy import AUTOMATIC, BOTH, CONSTRAINTS, PLAIN, SEARCHED, constraint_text, losses, report_of
 from benchmarks.accuracy import steps_of as steps_of_comparison
 from benchmarks.output import to_markdown
-from cost_models.hardware import devices
 
 NAMES = ("cpu:0", "cpu:1")
 
@@ -102,16 +100,12 @@ def test_a_plan_with_two_names_counts_once() -> None:
     assert counted[1] == "1"
 
 
-@pytest.mark.parametrize("callers", [1, 2])
-def test_the_model_itself_on_other_threads_than_its_prediction_is_for_has_no_error(
-    callers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: callers)
-    monkeypatch.setattr(devices, "usable_cores", lambda: 2)  # a worker has one
+@pytest.mark.parametrize("as_predicted", [True, False])
+def test_the_model_itself_on_other_threads_than_its_prediction_is_for_has_no_error(as_predicted: bool) -> None:
     found = comparison(1.05, 1.0)
-    itself = replace(found.plans[1], plan=plan(ALONE, 1, 1.0), steps=(0.5,))
+    itself = replace(found.plans[1], plan=plan(ALONE, 1, 1.0), steps=(0.5,), as_predicted=as_predicted)
     steps = {s.plan: s for s in steps_of_comparison("net", replace(found, plans=(found.plans[0], itself)))}
-    assert (steps[AUTOMATIC].expected is None) == (callers == 2)
+    assert (steps[AUTOMATIC].expected is None) == (not as_predicted)
 
 
 def test_the_plain_model_is_no_other_name_of_a_plan_that_runs_the_model_itself() -> None:

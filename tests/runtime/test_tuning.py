@@ -22,7 +22,6 @@ from autopar.costs.measured import measure_costs
 from autopar.options import PlanOptions
 from autopar.planner.search_options import search_options
 from autopar.runtime.comparing import in_turn
-from autopar.runtime.comparing.comparison import Row
 from autopar.runtime.comparing.contestants import ComparedCall, Contestant, Rounds, contestants
 from autopar.runtime.comparing.disturbance import SteadySteps
 from autopar.runtime.planning import at_hand as planning
@@ -275,15 +274,12 @@ def test_a_plan_that_runs_the_model_itself_says_with_how_many_threads_it_was_mea
         plan = autopar.plan(layers(), ["cpu", "cpu"], cache=False, **CALL)
     workers = parse_devices(["cpu", "cpu"])[0].threads
     said = " ".join(str(plan).split())
-    row = Row("automatic", plan, (0.1,), {}, {})
     if callers == workers:
         assert plan.measured_threads is None
         assert ", measured 100 ms," in said
-        assert row.error is not None
     else:
         assert plan.measured_threads == callers
         assert f" ms with a worker's threads, measured 100 ms with {callers} thread" in said
-        assert row.error is None
     assert Plan.from_json(plan.to_json()).measured_threads == plan.measured_threads
 
 
@@ -314,6 +310,16 @@ def test_planning_leaves_no_gradients_in_what_the_loss_or_the_call_has(options: 
             loss_fn(model(x), y).backward()
         found.append([tau.grad, scale.weight.grad, x.grad, y.grad])
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("callers", [1, 2])
+def test_a_compared_plan_that_runs_the_model_itself_on_other_threads_has_no_error_of_prediction(callers: int) -> None:
+    alone = Plan.from_split({"": 0}, n_microbatches=1)
+    with operator_threads(callers):
+        found = autopar.compare(layers(), ["cpu", "cpu"], {"alone": alone}, repeats=1, cache=False, **CALL)
+    workers = parse_devices(["cpu", "cpu"])[0].threads
+    assert (found["alone"].error is None) == (callers != workers)
+    assert found.single.error is not None
 
 
 @pytest.mark.usefixtures("costly")

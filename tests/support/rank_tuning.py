@@ -38,6 +38,12 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.BatchNorm1d(12), *body, nn.Dropout(0.0), nn.Linear(12, 12))
 
 
+def on_a_mesh(zero: int) -> Plan:
+    """Both ranks as one mesh: with `zero`, data parallel with optimizer states in parts; without, tensor parallel."""
+    degrees: dict[str, int] = {"data": 2, "zero": zero} if zero else {"tensor": 2}
+    return Plan.by_hand(layers().eval(), None, **degrees, micro_batch=8, **CALL)
+
+
 def halves(m: int = 2) -> Plan:
     return Plan.from_split({**{str(i): 0 for i in range(5)}, **{str(i): 1 for i in range(5, 11)}}, n_microbatches=m)
 
@@ -78,6 +84,18 @@ def tuned(options: dict[str, Any], by_rank: list[dict[str, float]]) -> dict[str,
         "ran": ran,
         "changed": changed,
     }
+
+
+def tuned_on_a_mesh(zero: int) -> tuple[list[str], tuple[str, ...], float, float]:
+    """What trials of a sharded candidate changed of the model, notes, the plain model's loss, and a first step's."""
+    model = layers().eval()
+    plain = functional.mse_loss(model(X), Y).item()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with steps_taking({"mine": 0.5}):
+        plan = autopar.plan(model, cache=False, tune=1, candidates={"mine": on_a_mesh(zero)}, **CALL)
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(before[name], value)]
+    pm = autopar.parallelize(model, plan=plan)
+    return changed, plan.notes, plain, pm.train_step(X, target=Y, loss_fn=functional.mse_loss).item()
 
 
 def trained(options: dict[str, Any]) -> tuple[list[float], list[float], int]:

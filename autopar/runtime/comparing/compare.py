@@ -35,6 +35,7 @@ from autopar.runtime.comparing.contestants import (
     measured_memory,
     predicted_memory,
     priced,
+    runs_as_predicted,
     steps_in_turn,
 )
 from autopar.runtime.comparing.parameter_copies import ParameterCopies
@@ -118,7 +119,14 @@ def _run_comparison(
         racers: list[Racer] = [*ready, *others.ready]
         steps = steps_in_turn(racers, devices, Rounds(repeats), progress)
         rows = [
-            Row(c.name, c.plan, seconds, predicted_memory(c.plan, devices), measured_memory(c, devices))
+            Row(
+                c.name,
+                c.plan,
+                seconds,
+                predicted_memory(c.plan, devices),
+                measured_memory(c, devices),
+                c.plan is plain or runs_as_predicted(c.plan, devices, callers),
+            )
             for c, seconds in zip(ready, steps, strict=False)  # those of other systems come after
         ]
         apart = [SystemRow(s.name, s.how, taken) for s, taken in zip(others.ready, steps[len(ready) :], strict=True)]

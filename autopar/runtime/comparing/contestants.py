@@ -41,7 +41,7 @@ from autopar.runtime.module import PipelinedModule
 from autopar.runtime.signatures.bound_signature import RunSettings
 from autopar.runtime.step_recorder import timed
 from cost_models import Device
-from cost_models.hardware.devices import operator_threads
+from cost_models.hardware.devices import find_device, operator_threads
 from cost_models.measuring.core_waiting import ThreadsWaiting
 
 
@@ -313,6 +313,14 @@ def _pipelined(
 def runs_in_callers_thread(plan: Plan) -> bool:
     """Whether the plan runs the model itself, with as many threads as the caller has set."""
     return len(plan.used_devices) == 1 and plan.n_microbatches == 1
+
+
+def runs_as_predicted(plan: Plan, devices: Sequence[Device], callers: int | None) -> bool:
+    """Whether the plan's operators run on as many threads as its prediction is for: not those of the model itself on a
+    CPU, where the caller has set others than a worker has. `callers`: threads; None: a worker's."""
+    device = find_device(devices, plan.used_devices[0])
+    others = callers not in (None, device.threads) and device.torch_device.type == "cpu"
+    return not (others and runs_in_callers_thread(plan))
 
 
 def whole_step(model: nn.Module, example: Example) -> None:

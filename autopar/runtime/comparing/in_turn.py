@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +39,7 @@ class PlansInTurn(Protocol):
         rounds: Rounds,
         progress: Progress,
         doubts: Doubts,
-        threads_of: Mapping[str, int] = MappingProxyType({}),
+        threads_of: Mapping[str, int],
     ) -> SteadySteps:
         """`threads_of`: threads of operators, of plans that run the model itself with others than the caller's."""
 
@@ -85,7 +84,7 @@ class InThisProcess:
         rounds: Rounds,
         progress: Progress,
         doubts: Doubts,
-        threads_of: Mapping[str, int] = MappingProxyType({}),
+        threads_of: Mapping[str, int],
     ) -> SteadySteps:
         # What plans would warn of matters for the one that is followed: it will warn by itself.
         with (

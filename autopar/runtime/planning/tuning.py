@@ -43,7 +43,7 @@ from autopar.planner.explain import TUNED
 from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
-from autopar.runtime.comparing.contestants import Rounds, priced, runs_in_callers_thread
+from autopar.runtime.comparing.contestants import Rounds, priced, runs_as_predicted
 from autopar.runtime.comparing.disturbance import Steps, why_unbelievable
 from autopar.runtime.comparing.in_turn import PlansInTurn
 from autopar.runtime.planning.calibration import at_present_speed
@@ -111,7 +111,7 @@ def tuned(
         _keys(ready),
         *in_turn.facts,
     )
-    believed = _like_predictions(ready, costs.devices, callers) | alone.keys()
+    believed = {n for n, plan in ready.items() if runs_as_predicted(plan, costs.devices, callers)} | alone.keys()
     with measurement_cache(options.cache) as cache:
         steps: Steps | None = None
         if cache is not None and auto:
@@ -130,7 +130,7 @@ def tuned(
                 remember([Record.of(p, example.model, costs.devices, s, source="tune") for p, s in known])
     speed = PresentSpeed.of((racers[name], seconds) for name, seconds in steps.items() if name in believed)
     best = _fastest(plans, racers, steps, _SAME if auto else 0.0)
-    if _like_predictions({"best": best}, costs.devices, callers):
+    if runs_as_predicted(best, costs.devices, callers):
         return at_present_speed(best, speed)
     return at_present_speed(replace(best, measured_threads=callers), speed)
 
@@ -142,21 +142,9 @@ def _as_workers_run(
     return {
         f"{name} on {threads} thread{'s' if threads > 1 else ''}": (plan, threads)
         for name, plan in plans.items()
-        if name not in _like_predictions(plans, devices, callers)
+        if not runs_as_predicted(plan, devices, callers)
         for threads in [find_device(devices, plan.used_devices[0]).threads]
     }
-
-
-def _like_predictions(plans: Mapping[str, Plan], devices: tuple[Device, ...], callers: int | None) -> set[str]:
-    """Plans whose operators run on as many threads as their predictions are for: not the model itself on the threads of
-    the caller, where these are others than a worker's."""
-
-    def others(plan: Plan) -> bool:
-        device = find_device(devices, plan.used_devices[0])
-        on_cpu = device.torch_device.type == "cpu"
-        return callers not in (None, device.threads) and on_cpu and runs_in_callers_thread(plan)
-
-    return {name for name, plan in plans.items() if not others(plan)}
 
 
 def _when_busy(plans: Mapping[str, Plan], racers: Mapping[str, Plan], steps: Steps, doubt: str, *, auto: bool) -> Plan:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,18 +55,16 @@ class _Trial:
     model: nn.Module
     signatures: RankSignatures
     calls: TrialCalls
-    example: Example
+    call: CallArguments
+    training: bool
 
     def step(self) -> None:
-        example, call = self.example, CallArguments(self.example.args, self.example.kwargs)
-        if example.loss is not None:
-            target = None if example.loss is own_loss else example.target
-            with torch.enable_grad():
-                self.calls.train_step(call._replace(loss=example.loss, target=target))
-            return
-        with torch.set_grad_enabled(example.training):
-            output = self.calls.forward(call)
-            if example.training:
+        with torch.set_grad_enabled(self.training):
+            if self.call.loss is not None:
+                self.calls.train_step(self.call)
+                return
+            output = self.calls.forward(self.call)
+            if self.training:
                 without_loss_function(output).backward()
 
     def clear(self) -> None:
@@ -123,8 +120,9 @@ class Trials:
             signatures.parameters.owns_stages = False
         calls = TrialCalls(self._world, model, self._devices, signatures)
         target = None if example.loss is own_loss else example.target
-        calls.prepare(CallArguments(example.args, example.kwargs, example.loss, target))
-        return _Trial(model, signatures, calls, example)
+        call = CallArguments(example.args, example.kwargs, example.loss, target)
+        calls.prepare(call)
+        return _Trial(model, signatures, calls, call, example.training)
 
 
 class TrialOrders:
@@ -192,7 +190,7 @@ class PlansOnRanks:
         rounds: Rounds,
         progress: Progress,
         doubts: Doubts,
-        threads_of: Mapping[str, int] = MappingProxyType({}),
+        threads_of: Mapping[str, int],
     ) -> SteadySteps:
         """Raises InputError where a rank has no values of the model."""
         if not all(self._order("has_values")):

@@ -15,6 +15,7 @@ from rank_tuning import (
     remembered,
     trained,
     tuned,
+    tuned_on_a_mesh,
     verified,
     with_little_memory,
     without_values_on_rank_1,
@@ -51,6 +52,14 @@ def test_a_candidate_of_the_users_runs_beside_the_others(ranks: RankPool) -> Non
         assert one["measured"] == 0.5
         assert one["devices"] == ("cpu:0", "cpu:1")
         assert any("*mine " in note for note in one["notes"])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_candidate_on_a_mesh_leaves_the_model_whole(ranks: RankPool, zero: int) -> None:
+    for changed, notes, plain, loss in ranks.run(tuned_on_a_mesh, 2, zero):
+        assert changed == []
+        assert any("*mine " in note for note in notes)
+        assert loss == pytest.approx(plain, rel=1e-5)
 
 
 def test_calibrating_steps_on_ranks_scale_predictions(ranks: RankPool) -> None:

@@ -212,7 +212,14 @@ def language_model(name: str) -> tuple[nn.Module, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "hidden"), [("gpt2", "future"), ("llama", "future"), ("mistral", "mask"), ("bert", "nothing")]
+    ("name", "hidden"),
+    [
+        ("gpt2", "future"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("llama", "future"), ("mistral", "mask"), ("bert", "nothing"))
+        ),
+    ],
 )
 def test_language_models_call_attention_as_they_do_without_a_capture(name: str, hidden: str) -> None:
     model, split = language_model(name)

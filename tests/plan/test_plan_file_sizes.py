@@ -54,6 +54,7 @@ def by_hand(**degrees: Any) -> Plan:
     return Plan.by_hand(model, Cluster.preset("8xH100"), micro_batch=1, **degrees, **call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
     [

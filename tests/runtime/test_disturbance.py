@@ -133,6 +133,7 @@ def predicted() -> dict[str, float]:
     return {name: float(milliseconds) / 1e3 for name, milliseconds, *_ in found}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 @pytest.mark.parametrize("quiet", [True, False])
 def test_one_device_means_the_threads_of_a_worker_whatever_the_caller_has_set(

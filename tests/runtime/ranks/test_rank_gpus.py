@@ -81,6 +81,7 @@ def test_ranks_that_would_share_a_gpu_without_being_asked_are_refused_by_name(ra
     assert "ranks 0, 1 share cuda:0 (pretended GPU) of host" in first
 
 
+@pytest.mark.slow
 def test_ranks_of_which_some_have_no_gpu_are_refused_by_name(ranks: RankPool) -> None:
     first, second = ranks.run(refused_mixture, 2)
     assert first == second

@@ -16,7 +16,7 @@ from torch import nn
 from autopar.analysis.batching import Batching, study
 from autopar.analysis.few_collections import few_collections
 from autopar.analysis.loss import LossSplit, study_loss
-from autopar.analysis.loss_tensors import trained_tensors
+from autopar.analysis.loss_tensors import gradients_aside, trained_tensors
 from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
@@ -64,7 +64,7 @@ class Example:
         loss trains besides (a temperature, a teacher)."""
         given = torch_private.tree_leaves((self.args, self.kwargs, self.target))
         leaves = [x for x in given if isinstance(x, torch.Tensor) and x.is_leaf and x.requires_grad]
-        return untouched(self.model, [*leaves, *trained_tensors(self.loss, lambda _: False).values()])
+        return untouched(self.model, [*leaves, *trained_tensors(self.loss).values()])
 
 
 def resized(example: Example, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Example | None:
@@ -203,12 +203,9 @@ def _under(device: torch.device, loss: LossFunction, output: Any, target: Any) -
 @contextmanager
 def untouched(model: nn.Module, others: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Restore gradients and the random states of the CPU and of GPUs on leaving. Inside, `others` have no gradients
-    from before: backwards would add to them in place."""
-    beside = list(others)
-    gradients = [(p, p.grad) for p in (*model.parameters(), *beside)]
-    with torch_generators_restored():
-        for tensor in beside:
-            tensor.grad = None
+    from before."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    with torch_generators_restored(), gradients_aside(others):
         try:
             yield
         finally:

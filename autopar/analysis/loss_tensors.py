@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,23 @@ _DEPTH = 12  # of objects inside objects that are looked into: modules nest
 _MOST = 20_000  # objects that are looked at: a loss may refer to a whole trainer, and that to its data
 
 
-def trained_tensors(loss_fn: Any, leave_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
+@contextmanager
+def gradients_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, the tensors have no gradients from before, to which backwards would add in place; on leaving, they have
+    those again and no other."""
+    known = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in known:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in known:
+            tensor.grad = gradient
+
+
+def trained_tensors(
+    loss_fn: Any, leave_out: Callable[[torch.Tensor], bool] = lambda _: False
+) -> dict[str, torch.Tensor]:
     """The leaves that require a gradient which `loss_fn` can reach, by name. `leave_out`: those that do not count."""
     found: dict[str, torch.Tensor] = {}
     held: dict[int, Any] = {}

@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example
+from autopar.analysis.loss_tensors import gradients_aside, trained_tensors
 from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
@@ -97,6 +98,7 @@ class StepRehearsal:
         target = torch_private.tree_map(on_meta, target)
         self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, target, target_dims)
         self._targets = tuple(tensors_in(list(torch_private.tree_leaves(target)))) if loss_fn is not None else ()
+        self._beside = tuple(trained_tensors(loss_fn).values())  # they would get gradients without values
         self._lowered: dict[tuple[Any, ...], Lowered] = {}
         self._known: dict[Any, MicroBatchMemory] = {}
         self._signatures: dict[int, tuple[Any, ...]] = {}
@@ -208,7 +210,7 @@ class StepRehearsal:
             whole = replace(passes, loss=loss, known=self._targets)
             split = input_part if in_parts else None
             try:
-                with torch.device("cpu"):
+                with torch.device("cpu"), gradients_aside(self._beside):
                     self._known[key] = self._rehearsed(stage, whole, several, split)
             except RuntimeError as error:  # torch's for what has no result without values; NotImplementedError is one
                 raise NotRehearsed(f"an operator of stage {index} needs values: {first_line(error)}") from error

@@ -329,3 +329,19 @@ def test_comparing_plans_leaves_no_gradients_in_what_the_loss_trains() -> None:
     call = {**CALL, "loss_fn": lambda output, target: F.mse_loss(output * tau, target)}
     autopar.compare(layers(), ["cpu", "cpu"], plans, repeats=1, cache=False, **call)
     assert tau.grad is None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_step_whose_loss_has_a_temperature_is_rehearsed_and_leaves_it_no_gradient(
+    schedule: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Backwards without values would leave a gradient without values in it."""
+    tau = nn.Parameter(torch.tensor(2.0))
+    call = {**CALL, "loss_fn": lambda output, target: F.mse_loss(output / tau, target)}
+    for _ in range(2):
+        hand = Plan.from_split({"0": 0, "1": 1}, n_microbatches=2, schedule=schedule)
+        plan = autopar.plan(layers(), ["cpu", "cpu"], plan=hand, cache=False, **call)
+        assert tau.grad is None
+    assert plan.stages[0].peak_memory is not None
+    assert not [one.message for one in caplog.records if "cannot be rehearsed" in one.message]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from cuda_graphs import stand_in
 from rank_behaviour import message_of
 from rank_cases import MODELS, Job, loss_of, plan_of, relative
 from rank_training import gradient_error
@@ -17,7 +19,7 @@ import autopar
 
 
 def compiled(job: Job, backend: bool | str) -> dict[str, Any]:
-    """Errors of two training steps and an evaluation, and how the stages of this rank run."""
+    """Errors of three training steps, an accumulated one and an evaluation, and how the stages of this rank run."""
     n = dist.get_world_size()
     torch.manual_seed(3)
     build, inputs = MODELS[job.model]
@@ -26,15 +28,23 @@ def compiled(job: Job, backend: bool | str) -> dict[str, Any]:
     original = copy.deepcopy(model)
     plan = plan_of(job, copy.deepcopy(model), x, n)
     threads = autopar.parallelize(original, ["cpu"] * n, plan=plan)
-    pm = autopar.parallelize(model, plan=plan, compile=backend)
+    pm = autopar.parallelize(model, plan=plan, compile=backend, **job.options)
     errors = []
-    for seed in range(2):
+    for seed in range(3):
         losses = []
         for one in (pm, threads):
             one.zero_grad()
             torch.manual_seed(seed)
             losses.append(one.train_step(x, target=x, loss_fn=lambda output, y: loss_of(job.model, output, y)))
         errors += [relative(*losses, losses[1].abs().item()), gradient_error(pm, original)]
+    losses = []
+    for one in (pm, threads):
+        one.zero_grad()
+        torch.manual_seed(3)
+        with one.accumulate():
+            one.train_step(x[:8], target=x[:8], loss_fn=lambda output, y: loss_of(job.model, output, y))
+        losses.append(one.train_step(x, target=x, loss_fn=lambda output, y: loss_of(job.model, output, y)))
+    errors += [relative(*losses, losses[1].abs().item()), gradient_error(pm, original)]
     text = pm.code_text
     executable = pm._signatures.newest().executable
     own = {type(one.compute).__name__ for one in executable.replicas if one.slot == executable.slot}
@@ -42,6 +52,13 @@ def compiled(job: Job, backend: bool | str) -> dict[str, Any]:
         pm.eval(), threads.eval()
         errors += [relative(a, b, 1.0) for a, b in [(logits(pm(x)), logits(threads(x)))]]
     return {"errors": errors, "text": text, "own": own}
+
+
+def recorded(job: Job) -> dict[str, Any]:
+    """`compiled`, with a stand-in for CUDA graphs; and how often recordings of this rank were replayed."""
+    with pytest.MonkeyPatch.context() as patch:
+        graphs = stand_in(patch)
+        return {**compiled(job, "graphs"), "replays": sum(graph.replays for graph in graphs)}
 
 
 def logits(output: Any) -> torch.Tensor:

@@ -159,6 +159,7 @@ class RankExecutable(Executable):
         for name, keeper, _ in self._borrowed:
             self.world.broadcast(self._kept_or_copied(name), keeper)
         self._refresh_buffers()
+        self._follow_moved_tensors()
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by id of this rank's parameters, added up over all ranks that read them. Collective."""

@@ -27,7 +27,6 @@ from autopar.runtime.ranks.world import World
 from autopar.runtime.signatures.bound_signature import RunSettings
 from autopar.runtime.signatures.captures import CallArguments
 from autopar.runtime.signatures.known import Decide
-from autopar.runtime.stages.stage_code import GRAPHS
 from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.version import __version__
@@ -161,22 +160,13 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def check_options(options: PlanOptions) -> PlanOptions:
-    """The options with which ranks plan. Raises InputError for those that ranks do not follow so far, all in one
-    message, with what to do instead."""
-    refused = {
-        f"compile='{GRAPHS}'": (options.compile == GRAPHS, "give compile=True"),
-        "dynamic with sizes": (
-            isinstance(options.dynamic, Mapping),
-            "give dynamic=True, or None: other sizes are captured when they come",
-        ),
-    }
-    instead: dict[str, list[str]] = {}  # names by advice
-    for name, (given, advice) in refused.items():
-        if given:
-            instead.setdefault(advice, []).append(name)
-    if instead:
-        what = "; ".join(f"{', '.join(names)}: {advice}" for advice, names in instead.items())
-        raise InputError(f"not with one process a device so far: {what}")
+    """The options with which ranks plan. Raises InputError for one that ranks do not follow so far, with what to do
+    instead."""
+    if isinstance(options.dynamic, Mapping):
+        raise InputError(
+            "not with one process a device so far: dynamic with sizes: give dynamic=True, or None: other sizes are "
+            "captured when they come"
+        )
     return options
 
 

@@ -236,6 +236,8 @@ class RankRun(Run):
 def _followed_by(act: Act, sums: GradientSums) -> Act:
     def act_and_start(replica: StageReplica, microbatch: int) -> None:
         act(replica, microbatch)
+        if replica.graphs is not None and sums.is_last(replica.stage.index):
+            replica.graphs.give_gradients()
         sums.after_backward(replica.stage.index)
 
     return act_and_start

@@ -242,13 +242,16 @@ class Executable:
         """Bring every replica up to date with the model's tensors (changed, moved or frozen since the last call)."""
         self._refresh_buffers()
         self._leaves.refresh()
-        for one in self.replicas:
-            if one.graphs is not None:
-                one.graphs.follow()
+        self._follow_moved_tensors()
 
     def _refresh_buffers(self) -> None:
         buffers = (buffer for one in self.replicas for buffer in one.buffers)
         self._written_elsewhere = [buffer for buffer in buffers if buffer.refresh(self.tensor(buffer.piece.name))]
+
+    def _follow_moved_tensors(self) -> None:
+        for one in self.replicas:
+            if one.graphs is not None:
+                one.graphs.follow()
 
     def write_back(self) -> None:
         """Bring the model's buffers up to date with what replicas have written elsewhere."""

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from rank_cases import Job
-from rank_compiled import compiled, refused, searched
+from rank_compiled import compiled, recorded, refused, searched
 from rank_pool import RankPool
 
 slow = pytest.mark.slow
@@ -42,10 +42,30 @@ def test_the_stages_of_a_mesh_stay_as_they_are_and_say_why(ranks: RankPool) -> N
 
 
 @slow
-def test_what_ranks_cannot_compile_is_refused(ranks: RankPool) -> None:
-    for graphs in ranks.run(refused, 2):
-        assert graphs.startswith(
-            "InputError: not with one process a device so far: compile='graphs': give compile=True"
+@pytest.mark.parametrize(
+    ("n", "job"),
+    [
+        (2, Job("mlp", "chain")),
+        (2, Job("mlp with dropout", "chain", "gpipe")),
+        (3, Job("skips", "chain", "zb-h1")),
+        (3, Job("mlp", "replicas 2,1")),
+        (2, Job("mlp", "chunks 3")),
+        (2, Job("tied", "chain")),
+    ],
+    ids=str,
+)
+def test_stages_of_ranks_recorded_as_cuda_graphs_give_the_same_numbers(ranks: RankPool, n: int, job: Job) -> None:
+    for result in ranks.run(recorded, n, job):
+        assert max(result["errors"]) < TOLERANCE
+        assert result["own"] == {"GraphedStage"}
+        assert result["replays"] > 0
+
+
+@slow
+def test_cuda_graphs_are_refused_on_ranks_without_gpus(ranks: RankPool) -> None:
+    for message in ranks.run(refused, 2):
+        assert message.startswith(
+            "InputError: compile='graphs' records kernels of GPUs, and cpu:0, cpu:1 are none; give compile=True"
         )
 
 

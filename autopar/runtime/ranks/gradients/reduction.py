@@ -97,6 +97,10 @@ class GradientSums:
         self._left = Counter(backwards)
         self._start_at_end = dist.get_debug_level() == dist.DebugLevel.DETAIL
 
+    def is_last(self, stage: int) -> bool:
+        """Whether the backward action of a stage that is about to end is its last one here."""
+        return self._left[stage] == 1
+
     def after_backward(self, stage: int) -> None:
         """A backward action of a stage has ended: start what is complete."""
         self._left[stage] -= 1

@@ -87,13 +87,15 @@ class StepRehearsal:
         loss_inside: bool = False,
         autocasts: Mapping[str, Autocast] | None = None,
         threads: Mapping[str, int] | None = None,
+        gpus: Mapping[str, str] | None = None,
     ) -> None:
         """`device_types`: device kind -> "cpu" or "cuda". `loss_inside`: micro-batches have losses of their own; else
         the caller computes it on the outputs of the whole batch. `autocasts`: by device type, what steps run under;
-        None: off. `threads`: of operators on a CPU, by device kind; several where they are not known."""
+        None: off. `threads`: of operators on a CPU, by device kind; several where they are not known. `gpus`: by device
+        kind, a GPU at hand, on which convolutions run to see their workspaces."""
         self.program, self.batching, self.training = program, batching, training
         self.device_types = device_types
-        self._autocasts, self._threads = autocasts or {}, threads or {}
+        self._autocasts, self._threads, self._gpus = autocasts or {}, threads or {}, gpus or {}
         self.loss_inside = loss_inside
         target = torch_private.tree_map(on_meta, target)
         self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, target, target_dims)
@@ -111,6 +113,7 @@ class StepRehearsal:
         device_types: Mapping[str, str],
         autocasts: Mapping[str, Autocast] | None = None,
         threads: Mapping[str, int] | None = None,
+        gpus: Mapping[str, str] | None = None,
     ) -> StepRehearsal:
         return cls(
             example.program,
@@ -124,13 +127,16 @@ class StepRehearsal:
             loss_inside=example.stage_loss is not None,
             autocasts=autocasts,
             threads=threads,
+            gpus=gpus,
         )
 
     @classmethod
     def at_hand(cls, example: Example, devices: Sequence[Device]) -> StepRehearsal:
         """Steps on these devices, under the caller's autocast."""
         types = {device.kind: device.torch_device.type for device in devices}
-        return cls.of(example, types, autocasts(types.values()), {device.kind: device.threads for device in devices})
+        threads = {device.kind: device.threads for device in devices}
+        gpus = {device.kind: str(device.torch_device) for device in devices if device.torch_device.type == "cuda"}
+        return cls.of(example, types, autocasts(types.values()), threads, gpus)
 
     @property
     def target_bytes(self) -> int:
@@ -202,6 +208,7 @@ class StepRehearsal:
             training=self.training,
             device_type=device_type,
             threads=self._threads.get(kind, PassConditions.threads),
+            gpu=self._gpus.get(kind, ""),
             autocast=autocast.dtype,
             autocast_cache=autocast.cache,
         )

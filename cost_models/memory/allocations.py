@@ -7,7 +7,7 @@ freed. On the meta device a pass takes no memory and computes nothing, but its t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.graphs import storage_key, tensors_in
-from cost_models.memory.convolution_copies import BACKWARD, CONVOLUTION, CopyingKernel, kernels
+from cost_models.memory.convolution_copies import BACKWARD, CONVOLUTION, ConvolutionKernel
 from cost_models.memory.meta_results import MetaResults
 
 _aten = torch.ops.aten
@@ -28,16 +28,20 @@ _NUMBERS = {torch.bool: True, torch.int64: 1, torch.int32: 1}
 """What `item()` returns for a tensor without values, by dtype; 1.0 for the other dtypes."""
 
 
+Convolutions = Callable[[Any, tuple[Any, ...], Any], Iterable[ConvolutionKernel]]
+"""The kernels of a convolution's call (operator, arguments, results), for what they have in memory."""
+
+
 class Allocations(TorchDispatchMode):
     """Records when every storage on the meta device appears and when it is freed.
 
-    `block`: sizes are rounded up to a multiple of this number of bytes. `cpu_threads`: of operators on a CPU,
-    whose convolutions make copies that count; None for another device.
+    `block`: sizes are rounded up to a multiple of this number of bytes. `convolutions`: what they have in memory beside
+    what they read and return; None: nothing that counts.
     """
 
-    def __init__(self, block: int = 1, *, cpu_threads: int | None = None) -> None:
+    def __init__(self, block: int = 1, *, convolutions: Convolutions | None = None) -> None:
         super().__init__()
-        self._cpu_threads = cpu_threads
+        self._convolutions = convolutions
         self.nbytes: list[int] = []  # of every storage
         self.recomputed: list[int] = []  # indices of storages that a backward created by running operators again
         self.events: list[int] = []  # `index` (in `nbytes`) when a storage appears, `~index` when it is freed
@@ -68,7 +72,7 @@ class Allocations(TorchDispatchMode):
         """The indices of the living storages."""
         return list(self._places.values())
 
-    def _convolved(self, result: Any, run: Iterable[CopyingKernel]) -> None:
+    def _convolved(self, result: Any, run: Iterable[ConvolutionKernel]) -> None:
         results = tensors_in(result) if isinstance(result, torch.Tensor) else result
         for kernel in run:
             self._for_a_moment(kernel.before)
@@ -90,8 +94,8 @@ class Allocations(TorchDispatchMode):
         if self.in_backward and self._in_place.has(func, args):
             return args[0]
         result = self._results.of(func, args, kwargs or {})
-        if self._cpu_threads and func in (CONVOLUTION, BACKWARD):
-            self._convolved(result, kernels(func, args, result, self._cpu_threads))
+        if self._convolutions is not None and func in (CONVOLUTION, BACKWARD):
+            self._convolved(result, self._convolutions(func, args, result))
         least = args[0].numel() * args[0].element_size() if func in _WHOLE else 0
         self.record((t for t in tensors_in(result) if t.is_meta), least)
         return result

@@ -30,15 +30,15 @@ _MANY = 16  # samples from which on oneDNN computes windows of single elements o
 _SMALL = 20480  # elements of a single sample up to which oneDNN does not compute small windows
 
 
-class CopyingKernel(NamedTuple):
-    """A kernel of a convolution, and the bytes that live beside what it reads and returns."""
+class ConvolutionKernel(NamedTuple):
+    """A kernel, and the bytes that live beside what it reads and returns."""
 
     result: int  # its number among the results of the operator
     before: int  # bytes, until its result is made
     beside: int  # bytes, while its result is made
 
 
-def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list[CopyingKernel]:
+def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list[ConvolutionKernel]:
     """The kernels of a call of `CONVOLUTION` or `BACKWARD` that returned `result`, in order, on so many threads.
 
     None where the input is not contiguous: oneDNN reads channels last as they are.
@@ -54,7 +54,7 @@ def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list
     if not (_by_onednn(x, weight, groups) and (windows or x.shape[0] >= _MANY or threads > 1)):
         single = not windows and not any(padding)
         columns = 0 if single else math.prod(weight.shape[1:]) * groups * (y.nbytes // weight.shape[0])
-        return [CopyingKernel(index, 0, columns) for index in (0, 1) if index < len(wanted) and wanted[index]]
+        return [ConvolutionKernel(index, 0, columns) for index in (0, 1) if index < len(wanted) and wanted[index]]
     channels = weight.shape[1] * groups
     into, out = (weight.shape[0], channels) if transposed else (channels, weight.shape[0])
     if out < _block() or _FEW_CHANNELS < into < _block():
@@ -64,10 +64,10 @@ def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list
         made = _in_blocks(_in_blocks(made, into), out)
     copied = 0 if into <= _FEW_CHANNELS else read
     if func is CONVOLUTION:
-        return [CopyingKernel(0, copied + made + there, there)]
+        return [ConvolutionKernel(0, copied + made + there, there)]
     twice = 2 if max(stride) > 1 else 1  # from one layout to another, and from there to that of the gradient
-    of_input = CopyingKernel(0, there + made + read, twice * read)
-    of_weight = CopyingKernel(1, there + copied + made, made)
+    of_input = ConvolutionKernel(0, there + made + read, twice * read)
+    of_weight = ConvolutionKernel(1, there + copied + made, made)
     return [kernel for kernel in (of_input, of_weight) if wanted[kernel.result]]
 
 

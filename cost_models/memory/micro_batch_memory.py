@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,8 @@ from torch import fx
 from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
 from cost_models.kernels.autocast_casts import AutocastCasts
 from cost_models.kernels.device_kernels import DeviceKernels
-from cost_models.memory.allocations import Allocations
+from cost_models.memory import convolution_copies, convolution_workspaces
+from cost_models.memory.allocations import Allocations, Convolutions
 from cost_models.memory.step_memory import BLOCK
 
 META = torch.device("meta")
@@ -111,6 +113,7 @@ class PassConditions:
     training: bool = True
     device_type: str = "cpu"
     threads: int = 2  # of operators on a CPU
+    gpu: str = ""  # a GPU at hand, whose workspaces of convolutions count
     autocast: torch.dtype | None = None  # that the passes run under; None: off
     autocast_cache: bool = True  # casts of parameters are kept for all micro-batches of a step
 
@@ -170,8 +173,7 @@ class _Rehearsal:
             self._code = reruns(self._module, self._as_on_device)
         self._casts = AutocastCasts(passes.device_type)
         self._passes, self._split = passes, split
-        threads = passes.threads if passes.device_type == "cpu" else None
-        self._allocations = Allocations(BLOCK[passes.device_type], cpu_threads=threads)
+        self._allocations = Allocations(BLOCK[passes.device_type], convolutions=_convolutions(passes))
         self._start = 0  # event at which the current pass starts
         own = [x.empty() if isinstance(x, TensorSpec) else x for x in passes.inputs[: passes.held]]
         self._pieces = [x.detach() if isinstance(x, torch.Tensor) else x for x in own]
@@ -353,6 +355,15 @@ class _Rehearsal:
         sent = [_take_gradient(x) for x in self._leaves]
         self.input_gradients = _nbytes(sent)
         self._leaves, self._kept, self._result, self._loss_inputs = [], None, None, ()
+
+
+def _convolutions(passes: PassConditions) -> Convolutions | None:
+    if passes.device_type == "cpu":
+        return partial(convolution_copies.kernels, threads=passes.threads)
+    if not passes.gpu:
+        return None
+    gpu = torch.device(passes.gpu)
+    return lambda func, args, _: convolution_workspaces.kernels(func, args, gpu)
 
 
 def _as_leaf(value: Any) -> Any:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from torch import fx, nn
 from cost_models.graphs import Loss, on_meta, private_copy, run_nodes, tensors_in
 from cost_models.kernels.device_kernels import DeviceKernels
 from cost_models.memory.allocations import Allocations
+from cost_models.memory.convolution_copies import kernels
 from cost_models.memory.optimizer_state import OPTIMIZER_KINDS, optimizer_state_elements
 from cost_models.memory.recomputation import recomputing
 from cost_models.memory.training_memory import FRAGMENTATION, Precision, TrainingMemory
@@ -197,8 +199,8 @@ class _Rehearsal:
         self.buffers = list(own.buffers())
         self.states: list[torch.Tensor] = []
         self.kept: list[int] = []  # storages alive after the forward
-        threads = torch.get_num_threads() if device_type == "cpu" else None
-        self.allocations = Allocations(BLOCK[device_type], cpu_threads=threads)
+        copies = partial(kernels, threads=torch.get_num_threads()) if device_type == "cpu" else None
+        self.allocations = Allocations(BLOCK[device_type], convolutions=copies)
         for tensors in (self.parameters, self.buffers, tensors_in(self.inputs), self.gradients):
             self.allocations.record(tensors)
         self.ends = [len(self.allocations.events)]

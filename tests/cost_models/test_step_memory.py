@@ -213,12 +213,13 @@ def test_states_are_those_of_the_formula(optimizer: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gpu_keeps_no_more_activations_than_a_cpu(name: str) -> None:
-    """Its kernels of attention and dropout keep less, and its blocks are of 512 bytes."""
+    """Its kernels of attention and dropout keep less, and its blocks are of 512 bytes. On a CPU, copies in convolutions
+    may put the peak of a forward shortly before its end."""
     program, leaves = captured(name)
     cpu, gpu = (
         step_memory(program.graph_module, leaves, optimizer="sgd", device_type=kind).forward for kind in ("cpu", "cuda")
     )
-    assert gpu.activations <= cpu.activations * 1.01
+    assert gpu.activations <= cpu.activations * 1.02
     assert gpu.parameters == pytest.approx(cpu.parameters, rel=0.01)
     if name in ("GPT-2", "T5"):  # with dropout
         assert gpu.activations < cpu.activations * 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
+from autopar import Plan
 
 
-def compiled(job: Job, backend: bool | str) -> dict[str, Any]:
-    """Errors of three training steps, an accumulated one and an evaluation, and how the stages of this rank run."""
+def compiled(job: Job, backend: bool | str, placed: Callable[[Plan], Plan] = lambda plan: plan) -> dict[str, Any]:
+    """Errors of three training steps, an accumulated one and an evaluation, and how the stages of this rank run.
+
+    `placed`: gives a plan for CPU workers the devices of this job."""
     n = dist.get_world_size()
     torch.manual_seed(3)
     build, inputs = MODELS[job.model]
@@ -27,8 +31,9 @@ def compiled(job: Job, backend: bool | str) -> dict[str, Any]:
     x = x.double() if x.is_floating_point() else x
     original = copy.deepcopy(model)
     plan = plan_of(job, copy.deepcopy(model), x, n)
+    assert plan is not None
     threads = autopar.parallelize(original, ["cpu"] * n, plan=plan)
-    pm = autopar.parallelize(model, plan=plan, compile=backend, **job.options)
+    pm = autopar.parallelize(model, plan=placed(plan), compile=backend, **job.options)
     errors = []
     for seed in range(3):
         losses = []
@@ -36,7 +41,7 @@ def compiled(job: Job, backend: bool | str) -> dict[str, Any]:
             one.zero_grad()
             torch.manual_seed(seed)
             losses.append(one.train_step(x, target=x, loss_fn=lambda output, y: loss_of(job.model, output, y)))
-        errors += [relative(*losses, losses[1].abs().item()), gradient_error(pm, original)]
+        errors += [relative(losses[0].cpu(), losses[1], losses[1].abs().item()), gradient_error(pm, original)]
     losses = []
     for one in (pm, threads):
         one.zero_grad()
@@ -44,13 +49,13 @@ def compiled(job: Job, backend: bool | str) -> dict[str, Any]:
         with one.accumulate():
             one.train_step(x[:8], target=x[:8], loss_fn=lambda output, y: loss_of(job.model, output, y))
         losses.append(one.train_step(x, target=x, loss_fn=lambda output, y: loss_of(job.model, output, y)))
-    errors += [relative(*losses, losses[1].abs().item()), gradient_error(pm, original)]
+    errors += [relative(losses[0].cpu(), losses[1], losses[1].abs().item()), gradient_error(pm, original)]
     text = pm.code_text
     executable = pm._signatures.newest().executable
     own = {type(one.compute).__name__ for one in executable.replicas if one.slot == executable.slot}
     with torch.no_grad():
         pm.eval(), threads.eval()
-        errors += [relative(a, b, 1.0) for a, b in [(logits(pm(x)), logits(threads(x)))]]
+        errors += [relative(logits(pm(x)).cpu(), logits(threads(x)), 1.0)]
     return {"errors": errors, "text": text, "own": own}
 
 

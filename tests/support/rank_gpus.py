@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterator
@@ -14,11 +15,15 @@ import torch
 import torch.distributed as dist
 from pretend_nccl import PretendNccl, pretended
 from rank_cases import MODELS, Job, loss_of, needs_threads, part_of, plan_of, relative
+from rank_compiled import compiled
+from rank_tuning import trained as tuned_and_trained
+from rank_tuning import tuned
 from torch import nn
 
 import autopar
 from autopar import Plan
 from autopar.capture.torch_private import tree_leaves
+from autopar.runtime.ranks import places
 from autopar.runtime.ranks.messages import wire
 from autopar.runtime.ranks.world import current, joined
 
@@ -95,7 +100,39 @@ def trained(job: Job, data: str = "cpu", *, shared: bool = False) -> OnGpus:
 
 def trained_here(job: Job, data: str = "cpu", *, shared: bool = False) -> OnGpus:
     """The same on GPUs that are there. Without `shared`, the ranks' process group has NCCL."""
-    return _trained(job, data, RealGpus(waits_allowed=shared))
+    with contextlib.nullcontext() if shared else apart():
+        return _trained(job, data, RealGpus(waits_allowed=shared))
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Where a machine has fewer GPUs than ranks, autopar and NCCL take every rank for a machine of its own. So NCCL
+    carries tensors between ranks that share a GPU, over sockets."""
+    if torch.cuda.device_count() >= dist.get_world_size():
+        yield
+        return
+    machine, here = f"machine {dist.get_rank()}", places.here
+    # NCCL refuses two ranks on one GPU of a host, and compares hosts by this identifier.
+    environment = {"NCCL_HOSTID": machine, "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(places, "here", lambda device: replace(here(device), machine=machine)),
+    ):
+        yield
+
+
+def tuned_here(*, shared: bool) -> dict[str, Any]:
+    """`tuned` plans of a job whose ranks have GPUs, beside what a first step's loss and gradient should be."""
+    with contextlib.nullcontext() if shared else apart():
+        found = tuned({"tune": 2, "max_replicas": 1}, [{}] * dist.get_world_size())
+        plain, step, models = tuned_and_trained({"tune": 2})
+    return {**found, "plain": plain, "step": step, "models": models}
+
+
+def recorded_here(job: Job, *, shared: bool) -> dict[str, Any]:
+    """Errors of steps whose stages are recorded as CUDA graphs, on GPUs that are there."""
+    with contextlib.nullcontext() if shared else apart():
+        return compiled(job, "graphs", on_gpus)
 
 
 def _trained(job: Job, data: str, gpus: RealGpus | PretendedGpus) -> OnGpus:

@@ -47,7 +47,7 @@ def gradient_error(pm: nn.Module, original: nn.Module) -> float:
     for name, p in pm.named_parameters():
         whole = original.get_parameter(name).grad
         mine = None if whole is None else part_of(whole, p)
-        errors.append(relative(None if p.grad is None else p.grad.to_local(), mine, largest))
+        errors.append(relative(None if p.grad is None else p.grad.to_local().cpu(), mine, largest))
     return max(errors, default=0.0)
 
 

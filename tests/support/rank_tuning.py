@@ -70,7 +70,7 @@ def tuned(options: dict[str, Any], by_rank: list[dict[str, float]]) -> dict[str,
     numbers, tensors = torch.get_rng_state(), {id(t) for t in model.parameters()}
     with steps_taking(by_rank[dist.get_rank()]) as ran:
         plan = autopar.plan(model, cache=False, **options, **CALL)
-    changed = [name for name, value in model.state_dict().items() if not torch.equal(before[name], value)]
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(before[name], value.cpu())]
     changed += [f"gradient of {name}" for name, p in model.named_parameters() if p.grad is not None]
     changed += [] if torch.equal(numbers, torch.get_rng_state()) else ["random state"]
     changed += [] if tensors == {id(t) for t in model.parameters()} else ["parameters"]

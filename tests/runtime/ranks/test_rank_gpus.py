@@ -12,7 +12,17 @@ from functools import partial
 import pytest
 import torch
 from rank_cases import Job
-from rank_gpus import OnGpus, faults_of, refusal, refused_mixture, refused_sharing, trained, trained_here
+from rank_gpus import (
+    OnGpus,
+    faults_of,
+    recorded_here,
+    refusal,
+    refused_mixture,
+    refused_sharing,
+    trained,
+    trained_here,
+    tuned_here,
+)
 from rank_pool import RankPool
 
 
@@ -90,6 +100,7 @@ def test_ranks_of_which_some_have_no_gpu_are_refused_by_name(ranks: RankPool) ->
 
 # -- on GPUs that are there --------------------------------------------------------------------------------------------
 
+NCCL = "cpu:gloo,cuda:nccl"
 REAL = ["chain", "replicas 2", "hand tensor=2", *(f"hand data=2 zero={zero}" for zero in (1, 2, 3))]
 
 
@@ -119,7 +130,7 @@ def test_two_ranks_on_one_gpu_over_gloo(
 
 @pytest.mark.gpu
 @gpus(1)
-@pytest.mark.parametrize("gpu_ranks", ["cpu:gloo,cuda:nccl"], indirect=True)
+@pytest.mark.parametrize("gpu_ranks", [NCCL], indirect=True)
 def test_two_ranks_on_one_gpu_over_nccl_are_refused(gpu_ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     first, second = gpu_ranks.run(refusal, 2)
@@ -127,21 +138,62 @@ def test_two_ranks_on_one_gpu_over_nccl_are_refused(gpu_ranks: RankPool, monkeyp
     assert "ranks 0, 1 share cuda:0" in first
 
 
+# Where there are fewer GPUs than ranks, NCCL takes ranks for hosts (`apart`).
+
+
 @pytest.mark.gpu
-@gpus(2)
-@pytest.mark.parametrize("gpu_ranks", ["cpu:gloo,cuda:nccl", "nccl"], indirect=True)
+@gpus(1)
+@pytest.mark.parametrize("gpu_ranks", [NCCL, "nccl"], indirect=True)
 @pytest.mark.parametrize("data", ["cpu", "cuda"])
 @pytest.mark.parametrize("plan", REAL)
 def test_two_ranks_over_nccl(gpu_ranks: RankPool, plan: str, data: str) -> None:
     """`nccl` alone is a script's own group."""
-    check(gpu_ranks.run(trained_here, 2, Job("gpt2", plan), data))
+    check(gpu_ranks.run(trained_here, 2, Job("gpt2", plan), data), shared=torch.cuda.device_count() < 2)
 
 
 @pytest.mark.gpu
-@gpus(2)
-@pytest.mark.parametrize("gpu_ranks", ["cpu:gloo,cuda:nccl"], indirect=True)
+@gpus(1)
+@pytest.mark.parametrize("gpu_ranks", [NCCL], indirect=True)
+@pytest.mark.parametrize(("n", "job"), CASES, ids=str)
+def test_ranks_over_nccl_train_as_one_process_does(gpu_ranks: RankPool, n: int, job: Job) -> None:
+    check(gpu_ranks.run(trained_here, n, job), shared=torch.cuda.device_count() < n)
+
+
+@pytest.mark.gpu
+@gpus(1)
+@pytest.mark.parametrize("gpu_ranks", [NCCL], indirect=True)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"])
 def test_no_schedule_deadlocks_over_nccl(gpu_ranks: RankPool, schedule: str) -> None:
     plan = "chunks 3" if schedule == "interleaved-1f1b" else "chain"
     for call in ("train_step", "backward"):
-        check(gpu_ranks.run(trained_here, 2, Job("mlp", plan, schedule, n_microbatches=8, call=call)))
+        job = Job("mlp", plan, schedule, n_microbatches=8, call=call)
+        check(gpu_ranks.run(trained_here, 2, job), shared=torch.cuda.device_count() < 2)
+
+
+@pytest.mark.gpu
+@gpus(1)
+@pytest.mark.parametrize("gpu_ranks", ["gloo", NCCL], indirect=True)
+@pytest.mark.parametrize(
+    "job",
+    [Job("mlp", "chain"), Job("mlp", "replicas 2"), Job("skips", "chain", "zb-h1"), Job("mlp", "chunks 3")],
+    ids=str,
+)
+def test_stages_recorded_as_cuda_graphs(gpu_ranks: RankPool, job: Job, request: pytest.FixtureRequest) -> None:
+    shared = request.node.callspec.params["gpu_ranks"] == "gloo"
+    for found in gpu_ranks.run(partial(recorded_here, shared=shared), 2, job):
+        assert max(found["errors"]) < 1e-9
+        assert found["own"] == {"GraphedStage"}
+
+
+@pytest.mark.gpu
+@gpus(1)
+@pytest.mark.parametrize("gpu_ranks", ["gloo", NCCL], indirect=True)
+def test_plans_run_before_one_is_followed(gpu_ranks: RankPool, request: pytest.FixtureRequest) -> None:
+    shared = request.node.callspec.params["gpu_ranks"] == "gloo"
+    found = gpu_ranks.run(partial(tuned_here, shared=shared), 2)
+    assert len({one["decision"] for one in found}) == 1
+    for one in found:
+        assert {"automatic 1", "automatic 2"} <= set(one["ran"])
+        assert one["changed"] == []
+        assert one["step"] == pytest.approx(one["plain"], rel=1e-4)
+        assert one["models"] == 1

@@ -1,0 +1,69 @@
+"""Convolutions and their backwards, one call each, and what a recording of allocations says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cost_models.memory.allocations import Allocations, Convolutions
+
+
+class Convolution(NamedTuple):
+    samples: int
+    into: int  # channels
+    out: int
+    window: int
+    stride: int
+    size: int
+    groups: int = 1
+    dtype: torch.dtype = torch.float32
+
+    def forward(self, device: str) -> Callable[[], Tensor]:
+        x, weight = self._tensors(device)
+        return lambda: functional.conv2d(x, weight, None, self.stride, self.window // 2, groups=self.groups)
+
+    def backward(self, device: str) -> Callable[[], Any]:
+        x, weight = self._tensors(device)
+        gradient = torch.empty_like(self.forward(device)())
+        stride, padding = [self.stride] * 2, [self.window // 2] * 2
+        where: Any = (gradient, x, weight, None, stride, padding, [1, 1], False, [0, 0], self.groups)
+        return lambda: torch.ops.aten.convolution_backward(*where, [True, True, False])
+
+    def _tensors(self, device: str) -> tuple[Tensor, Tensor]:
+        x = torch.zeros(self.samples, self.into, self.size, self.size, dtype=self.dtype, device=device)
+        shape = self.out, self.into // self.groups, self.window, self.window
+        return x, torch.zeros(shape, dtype=self.dtype, device=device)
+
+
+CONVOLUTIONS = {
+    "window of 3": Convolution(4, 64, 64, 3, 1, 32),
+    "single elements": Convolution(16, 64, 256, 1, 1, 32),
+    "strided": Convolution(4, 128, 128, 3, 2, 32),
+    "strided single elements": Convolution(4, 256, 512, 1, 2, 32),
+    "channels that fill no block": Convolution(4, 100, 60, 3, 1, 20),
+    "groups": Convolution(4, 64, 64, 3, 1, 32, groups=2),
+    "a channel alone": Convolution(4, 64, 64, 3, 1, 32, groups=64),
+    "one small sample": Convolution(1, 64, 64, 3, 1, 16),
+    "float64": Convolution(4, 64, 64, 3, 1, 32, dtype=torch.float64),
+    "images": Convolution(16, 3, 64, 7, 2, 64),
+}
+
+
+def predicted(call: Callable[[], Any], convolutions: Convolutions) -> int:
+    """Bytes at the peak of a call on the meta device."""
+    with Allocations(convolutions=convolutions) as allocations:
+        call()
+    sizes = allocations.nbytes
+    return highest(sizes[event] if event >= 0 else -sizes[~event] for event in allocations.events)
+
+
+def highest(changes: Iterable[int]) -> int:
+    now = most = 0
+    for change in changes:
+        now += change
+        most = max(most, now)
+    return most

@@ -39,8 +39,8 @@ class RankFailure(Exception):
 class RankPool:
     """Up to as many ranks as a job asks for."""
 
-    def __init__(self, folder: Path, backend: str = "gloo", *, gpus: bool = False) -> None:
-        """`backend`: of the ranks' process groups. `gpus`: ranks see the GPUs of the machine."""
+    def __init__(self, folder: Path, backend: str = "gloo", *, gpus: str | None = "") -> None:
+        """`backend`: of the ranks' process groups. `gpus`: the numbers of those that ranks see; None: all."""
         self._folder, self._backend, self._gpus = folder, backend, gpus
         self._numbers = itertools.count()
         self._workers: list[tuple[Any, Connection]] = []
@@ -128,12 +128,12 @@ def free_port() -> int:
     return port
 
 
-def _serve(connection: Connection, gpus: bool) -> None:
+def _serve(connection: Connection, gpus: str | None) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     export._export = SharedExports(export._export)
-    if not gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     while True:
         try:
             job, args, rank, n, store, backend = connection.recv()

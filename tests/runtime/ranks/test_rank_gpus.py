@@ -25,13 +25,16 @@ from rank_gpus import (
 )
 from rank_pool import RankPool
 
+from autopar.runtime.ranks.rank_device import BOTH
 
-def check(found: list[OnGpus], *, shared: bool = False) -> None:
+
+def check(found: list[OnGpus], *, waits: bool = False, gpus: int = 8) -> None:
+    """`waits`: hosts may wait. `gpus`: how many there are."""
     for rank, one in enumerate(found):
         assert one.losses == found[0].losses
         assert one.error <= 1e-9
-        assert shared or one.waits == []
-        assert one.devices == {f"cuda:{0 if shared else rank}"}
+        assert waits or one.waits == []
+        assert one.devices == {f"cuda:{rank % gpus}"}
 
 
 @pytest.mark.slow
@@ -70,7 +73,7 @@ def test_ranks_on_gpus_train_as_one_process_does(ranks: RankPool, n: int, job: J
 def test_ranks_that_share_a_gpu_send_through_the_host(ranks: RankPool, plan: str) -> None:
     """They ask for it: the process group has gloo alone. Nothing on the GPU travels as it is."""
     found = ranks.run(partial(trained, shared=True), 2, Job("gpt2", plan))
-    check(found, shared=True)
+    check(found, waits=True, gpus=1)
     assert all(not one.carried for one in found)
 
 
@@ -100,13 +103,15 @@ def test_ranks_of_which_some_have_no_gpu_are_refused_by_name(ranks: RankPool) ->
 
 # -- on GPUs that are there --------------------------------------------------------------------------------------------
 
-NCCL = "cpu:gloo,cuda:nccl"
+SHARED, NCCL = ("gloo", "0"), (BOTH, None)
 REAL = ["chain", "replicas 2", "hand tensor=2", *(f"hand data=2 zero={zero}" for zero in (1, 2, 3))]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gpu_ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    pool = RankPool(tmp_path_factory.mktemp("gpu ranks"), request.param, gpus=True)
+    """The parameter: the backend of ranks, and of the GPUs that they see."""
+    backend, seen = request.param
+    pool = RankPool(tmp_path_factory.mktemp("gpu ranks"), backend, gpus=seen)
     yield pool
     pool.close()
 
@@ -118,21 +123,17 @@ def gpus(n: int) -> pytest.MarkDecorator:
 
 @pytest.mark.gpu
 @gpus(1)
-@pytest.mark.parametrize("gpu_ranks", ["gloo"], indirect=True)
+@pytest.mark.parametrize("gpu_ranks", [SHARED], indirect=True)
 @pytest.mark.parametrize("data", ["cpu", "cuda"])
 @pytest.mark.parametrize("plan", REAL)
-def test_two_ranks_on_one_gpu_over_gloo(
-    gpu_ranks: RankPool, plan: str, data: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    check(gpu_ranks.run(partial(trained_here, shared=True), 2, Job("gpt2", plan), data), shared=True)
+def test_two_ranks_on_one_gpu_over_gloo(gpu_ranks: RankPool, plan: str, data: str) -> None:
+    check(gpu_ranks.run(partial(trained_here, shared=True), 2, Job("gpt2", plan), data), waits=True, gpus=1)
 
 
 @pytest.mark.gpu
 @gpus(1)
-@pytest.mark.parametrize("gpu_ranks", [NCCL], indirect=True)
-def test_two_ranks_on_one_gpu_over_nccl_are_refused(gpu_ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+@pytest.mark.parametrize("gpu_ranks", [(BOTH, "0")], indirect=True)
+def test_two_ranks_on_one_gpu_over_nccl_are_refused(gpu_ranks: RankPool) -> None:
     first, second = gpu_ranks.run(refusal, 2)
     assert first == second
     assert "ranks 0, 1 share cuda:0" in first
@@ -143,12 +144,12 @@ def test_two_ranks_on_one_gpu_over_nccl_are_refused(gpu_ranks: RankPool, monkeyp
 
 @pytest.mark.gpu
 @gpus(1)
-@pytest.mark.parametrize("gpu_ranks", [NCCL, "nccl"], indirect=True)
+@pytest.mark.parametrize("gpu_ranks", [NCCL, ("nccl", None)], indirect=True)
 @pytest.mark.parametrize("data", ["cpu", "cuda"])
 @pytest.mark.parametrize("plan", REAL)
 def test_two_ranks_over_nccl(gpu_ranks: RankPool, plan: str, data: str) -> None:
     """`nccl` alone is a script's own group."""
-    check(gpu_ranks.run(trained_here, 2, Job("gpt2", plan), data), shared=torch.cuda.device_count() < 2)
+    check(gpu_ranks.run(trained_here, 2, Job("gpt2", plan), data), gpus=torch.cuda.device_count())
 
 
 @pytest.mark.gpu
@@ -156,7 +157,7 @@ def test_two_ranks_over_nccl(gpu_ranks: RankPool, plan: str, data: str) -> None:
 @pytest.mark.parametrize("gpu_ranks", [NCCL], indirect=True)
 @pytest.mark.parametrize(("n", "job"), CASES, ids=str)
 def test_ranks_over_nccl_train_as_one_process_does(gpu_ranks: RankPool, n: int, job: Job) -> None:
-    check(gpu_ranks.run(trained_here, n, job), shared=torch.cuda.device_count() < n)
+    check(gpu_ranks.run(trained_here, n, job), gpus=torch.cuda.device_count())
 
 
 @pytest.mark.gpu
@@ -167,19 +168,19 @@ def test_no_schedule_deadlocks_over_nccl(gpu_ranks: RankPool, schedule: str) -> 
     plan = "chunks 3" if schedule == "interleaved-1f1b" else "chain"
     for call in ("train_step", "backward"):
         job = Job("mlp", plan, schedule, n_microbatches=8, call=call)
-        check(gpu_ranks.run(trained_here, 2, job), shared=torch.cuda.device_count() < 2)
+        check(gpu_ranks.run(trained_here, 2, job), gpus=torch.cuda.device_count())
 
 
 @pytest.mark.gpu
 @gpus(1)
-@pytest.mark.parametrize("gpu_ranks", ["gloo", NCCL], indirect=True)
+@pytest.mark.parametrize("gpu_ranks", [SHARED, NCCL], indirect=True)
 @pytest.mark.parametrize(
     "job",
     [Job("mlp", "chain"), Job("mlp", "replicas 2"), Job("skips", "chain", "zb-h1"), Job("mlp", "chunks 3")],
     ids=str,
 )
 def test_stages_recorded_as_cuda_graphs(gpu_ranks: RankPool, job: Job, request: pytest.FixtureRequest) -> None:
-    shared = request.node.callspec.params["gpu_ranks"] == "gloo"
+    shared = request.node.callspec.params["gpu_ranks"] == SHARED
     for found in gpu_ranks.run(partial(recorded_here, shared=shared), 2, job):
         assert max(found["errors"]) < 1e-9
         assert found["own"] == {"GraphedStage"}
@@ -187,9 +188,9 @@ def test_stages_recorded_as_cuda_graphs(gpu_ranks: RankPool, job: Job, request: 
 
 @pytest.mark.gpu
 @gpus(1)
-@pytest.mark.parametrize("gpu_ranks", ["gloo", NCCL], indirect=True)
+@pytest.mark.parametrize("gpu_ranks", [SHARED, NCCL], indirect=True)
 def test_plans_run_before_one_is_followed(gpu_ranks: RankPool, request: pytest.FixtureRequest) -> None:
-    shared = request.node.callspec.params["gpu_ranks"] == "gloo"
+    shared = request.node.callspec.params["gpu_ranks"] == SHARED
     found = gpu_ranks.run(partial(tuned_here, shared=shared), 2)
     assert len({one["decision"] for one in found}) == 1
     for one in found:

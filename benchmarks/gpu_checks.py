@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -22,7 +22,7 @@ from benchmarks.memory import allocated, nbytes
 from benchmarks.timing import Step, interleave, ratio
 from cost_models import parse_devices
 from cost_models.hardware.devices import synchronize
-from cost_models.memory.training_memory import WORKSPACE
+from cost_models.memory.training_memory import FRAGMENTATION, WORKSPACE
 
 N_MICROBATCHES = 4
 CARDS = ("A100", "H100", "H200", "B200", "V100", "T4", "L4", "RTX 4090")  # whose data sheets are known
@@ -210,18 +210,39 @@ def memory(subject: Subject, setting: Setting) -> Iterator[Finding]:
         optimizer = torch.optim.AdamW(subject.workload.model.parameters())
         priced = autopar.plan(subject.workload.model, where, plan=plan, optimizer=optimizer, tune=0, **subject.call)
         # Plans set the bytes of libraries aside on every device.
-        predicted = WORKSPACE[setting.device.type] + sum(predicted_memory(priced, parse_devices(where)).values())
-        measured = _peak(subject, setting, plan, where, optimizer)
-        error = predicted / measured - 1
-        note = f"{predicted / 1e6:.4g} MB predicted, {measured / 1e6:.4g} measured"
+        tensors, libraries = (
+            sum(predicted_memory(priced, parse_devices(where)).values()),
+            WORKSPACE[setting.device.type],
+        )
+        peak = _peak(subject, setting, plan, where, optimizer)
+        error = (tensors + libraries) / peak.allocated - 1
+        note = f"{(tensors + libraries) / 1e6:.4g} MB predicted, {peak.allocated / 1e6:.4g} measured"
+        if peak.requested:
+            note += f", of which {peak.requested / 1e6:.4g} asked for"
         yield Finding(subject.name, promise, goal, error, f"{error:+.1%}", -0.01 <= error <= 0.05, note)
+        if peak.reserved:
+            aside = libraries + tensors * (1 + FRAGMENTATION[setting.device.type])
+            share = peak.reserved / aside
+            promise, goal = f"memory taken from the driver / set aside by the plan, {name}", "at most 1"
+            note = f"{peak.reserved / 1e6:.4g} MB taken, {aside / 1e6:.4g} set aside"
+            yield Finding(subject.name, promise, goal, share, f"{share:.3f}", share <= 1, note)
+
+
+class _Peak(NamedTuple):
+    """Bytes at the peak of a step."""
+
+    allocated: int
+    requested: int = 0  # on a GPU: allocated, without what is left over of blocks that were not cut
+    reserved: int = 0  # on a GPU: blocks and the gaps between them
 
 
 def _peak(
     subject: Subject, setting: Setting, plan: Plan, where: Sequence[str], optimizer: torch.optim.Optimizer
-) -> int:
-    """Bytes at the peak of a step whose optimizer has its states. On a GPU, of everything that lies there."""
+) -> _Peak:
+    """Of a step whose optimizer has its states. On a GPU, of everything that lies there."""
     work = subject.workload
+    if setting.is_gpu:
+        torch.cuda.empty_cache()
     with _closing(autopar.parallelize(work.model, list(where), plan=plan)) as pm:
 
         def step() -> None:
@@ -237,10 +258,11 @@ def _peak(
             torch.cuda.reset_peak_memory_stats(setting.device)
             step()
             synchronize(setting.device)
-            return torch.cuda.max_memory_allocated(setting.device)
+            found = torch.cuda.memory_stats(setting.device)
+            return _Peak(*(found[f"{kind}_bytes.all.peak"] for kind in _Peak._fields))
         states = [value for state in optimizer.state.values() for value in state.values()]
         held = [*work.model.parameters(), *work.model.buffers(), *work.inputs.values(), work.target, *states]
-        return nbytes(held) + allocated(step)[0]
+        return _Peak(nbytes(held) + allocated(step)[0])
 
 
 # -- what runs at once, and what waits --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from autopar.plan.recompute import Recompute
 from cost_models.graphs import Loss, get_attribute, on_meta, storage_key, tensors_in
 from cost_models.hardware.devices import Device
 from cost_models.measuring.autocast import Autocast, autocasts
+from cost_models.measuring.convolution_workspaces import workspaces_on
 from cost_models.memory.micro_batch_memory import (
     MicroBatchMemory,
     PassConditions,
@@ -87,7 +89,7 @@ class StepRehearsal:
         loss_inside: bool = False,
         autocasts: Mapping[str, Autocast] | None = None,
         threads: Mapping[str, int] | None = None,
-        gpus: Mapping[str, str] | None = None,
+        gpus: Mapping[str, torch.device] | None = None,
     ) -> None:
         """`device_types`: device kind -> "cpu" or "cuda". `loss_inside`: micro-batches have losses of their own; else
         the caller computes it on the outputs of the whole batch. `autocasts`: by device type, what steps run under;
@@ -113,7 +115,7 @@ class StepRehearsal:
         device_types: Mapping[str, str],
         autocasts: Mapping[str, Autocast] | None = None,
         threads: Mapping[str, int] | None = None,
-        gpus: Mapping[str, str] | None = None,
+        gpus: Mapping[str, torch.device] | None = None,
     ) -> StepRehearsal:
         return cls(
             example.program,
@@ -135,7 +137,7 @@ class StepRehearsal:
         """Steps on these devices, under the caller's autocast."""
         types = {device.kind: device.torch_device.type for device in devices}
         threads = {device.kind: device.threads for device in devices}
-        gpus = {device.kind: str(device.torch_device) for device in devices if device.torch_device.type == "cuda"}
+        gpus = {device.kind: device.torch_device for device in devices if device.torch_device.type == "cuda"}
         return cls.of(example, types, autocasts(types.values()), threads, gpus)
 
     @property
@@ -208,36 +210,42 @@ class StepRehearsal:
             training=self.training,
             device_type=device_type,
             threads=self._threads.get(kind, PassConditions.threads),
-            gpu=self._gpus.get(kind, ""),
             autocast=autocast.dtype,
             autocast_cache=autocast.cache,
         )
-        key = (self._signature(stage), passes, loss is not None and rows, several, in_parts)
+        gpu = self._gpus.get(kind)
+        key = (self._signature(stage), passes, gpu, loss is not None and rows, several, in_parts)
         if key not in self._known:
             whole = replace(passes, loss=loss, known=self._targets)
             split = input_part if in_parts else None
             try:
                 with torch.device("cpu"), gradients_aside(self._beside):
-                    self._known[key] = self._rehearsed(stage, whole, several, split)
+                    self._known[key] = self._rehearsed(stage, whole, several, split, gpu)
             except RuntimeError as error:  # torch's for what has no result without values; NotImplementedError is one
                 raise NotRehearsed(f"an operator of stage {index} needs values: {first_line(error)}") from error
         return self._known[key]
 
     def _rehearsed(
-        self, stage: StageProgram, passes: PassConditions, several: bool, split: SplitBackward | None
+        self,
+        stage: StageProgram,
+        passes: PassConditions,
+        several: bool,
+        split: SplitBackward | None,
+        gpu: torch.device | None,
     ) -> MicroBatchMemory:
         """What follows from the sizes of its inputs alone, a stage computes once. One whose layers run again is
         rehearsed as if every micro-batch did, which states no less."""
+        rehearsed = partial(micro_batch_memory, several=several, workspaces=workspaces_on(gpu) if gpu else None)
         if stage.reruns:
-            return micro_batch_memory(stage.module, passes, several=several, split=split, reruns=_rerunning)
+            return rehearsed(stage.module, passes, split=split, reruns=_rerunning)
         key = id(stage)
         if key not in self._splits:
             self._splits[key] = split_by_sizes(stage.module) if stage.shards == 1 else None
         apart = self._splits[key]
         if apart is None:
-            return micro_batch_memory(stage.module, passes, several=several, split=split)
+            return rehearsed(stage.module, passes, split=split)
         sizes = [passes.inputs[place].shape[dim] for place, dim in apart.sizes]
-        return micro_batch_memory(apart.rest, passes, several=several, split=split, shared=(apart.values, sizes))
+        return rehearsed(apart.rest, passes, split=split, shared=(apart.values, sizes))
 
     def _stage_inputs(self, lowered: Lowered, stage: StageProgram, rows: int, kind: str) -> tuple[list[Any], int]:
         """The inputs of a stage, and how many of them are views of the caller's batch: on a CPU it is not copied."""

@@ -27,8 +27,8 @@ from torch import fx
 from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
 from cost_models.kernels.autocast_casts import AutocastCasts
 from cost_models.kernels.device_kernels import DeviceKernels
-from cost_models.memory import convolution_copies, convolution_workspaces
 from cost_models.memory.allocations import Allocations, Convolutions
+from cost_models.memory.convolution_copies import kernels
 from cost_models.memory.step_memory import BLOCK
 
 META = torch.device("meta")
@@ -113,7 +113,6 @@ class PassConditions:
     training: bool = True
     device_type: str = "cpu"
     threads: int = 2  # of operators on a CPU
-    gpu: str = ""  # a GPU at hand, whose workspaces of convolutions count
     autocast: torch.dtype | None = None  # that the passes run under; None: off
     autocast_cache: bool = True  # casts of parameters are kept for all micro-batches of a step
 
@@ -126,12 +125,14 @@ def micro_batch_memory(
     split: SplitBackward | None = None,
     reruns: Reruns | None = None,
     shared: Shared | None = None,
+    workspaces: Convolutions | None = None,
 ) -> MicroBatchMemory:
     """The memory of a micro-batch's passes through a flat graph. About half a millisecond an operator and pass.
 
     `several`: micro-batches come one after the other; else only the first is rehearsed. `split`: the backward comes in
     two parts. `reruns`: what of the graph runs again for its backward. `shared`: makes what the graph takes before its
-    inputs. Buffers and parameters are not counted, gradients of parameters are.
+    inputs. `workspaces`: of convolutions on a GPU; None: they are not counted. Buffers and parameters are not counted,
+    gradients of parameters are.
 
     Raises:
         ValueError: an unknown device type.
@@ -140,7 +141,7 @@ def micro_batch_memory(
     if passes.device_type not in BLOCK:
         raise ValueError(f"unknown device type {passes.device_type!r}; known are {', '.join(BLOCK)}")
     caller_keeps = passes.start == "caller" and not several
-    rehearsal = _Rehearsal(module, passes, split, reruns, shared, caller_keeps)
+    rehearsal = _Rehearsal(module, passes, split, reruns, shared, caller_keeps, workspaces)
     forward = rehearsal.forward()
     if not passes.training:
         return MicroBatchMemory(forward, (), (), rehearsal.outputs, 0, casts=rehearsal.casts, shared=rehearsal.shared)
@@ -164,6 +165,7 @@ class _Rehearsal:
         reruns: Reruns | None,
         shared: Shared | None,
         caller_keeps: bool,
+        workspaces: Convolutions | None,
     ) -> None:
         """`caller_keeps`: the outputs, which are those of the model, to the step's end."""
         self._module = private_copy(module, META)
@@ -173,7 +175,9 @@ class _Rehearsal:
             self._code = reruns(self._module, self._as_on_device)
         self._casts = AutocastCasts(passes.device_type)
         self._passes, self._split = passes, split
-        self._allocations = Allocations(BLOCK[passes.device_type], convolutions=_convolutions(passes))
+        on_cpu = passes.device_type == "cpu"
+        convolutions = partial(kernels, threads=passes.threads) if on_cpu else workspaces
+        self._allocations = Allocations(BLOCK[passes.device_type], convolutions=convolutions)
         self._start = 0  # event at which the current pass starts
         own = [x.empty() if isinstance(x, TensorSpec) else x for x in passes.inputs[: passes.held]]
         self._pieces = [x.detach() if isinstance(x, torch.Tensor) else x for x in own]
@@ -355,15 +359,6 @@ class _Rehearsal:
         sent = [_take_gradient(x) for x in self._leaves]
         self.input_gradients = _nbytes(sent)
         self._leaves, self._kept, self._result, self._loss_inputs = [], None, None, ()
-
-
-def _convolutions(passes: PassConditions) -> Convolutions | None:
-    if passes.device_type == "cpu":
-        return partial(convolution_copies.kernels, threads=passes.threads)
-    if not passes.gpu:
-        return None
-    gpu = torch.device(passes.gpu)
-    return lambda func, args, _: convolution_workspaces.kernels(func, args, gpu)
 
 
 def _as_leaf(value: Any) -> Any:

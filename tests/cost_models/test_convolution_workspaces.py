@@ -9,9 +9,9 @@ import torch
 from convolutions import CONVOLUTIONS, predicted
 from torch import fx, nn
 
-from cost_models.memory import convolution_workspaces
+from cost_models.measuring import convolution_workspaces
+from cost_models.measuring.convolution_workspaces import workspaces_on
 from cost_models.memory.convolution_copies import BACKWARD
-from cost_models.memory.convolution_workspaces import kernels
 from cost_models.memory.micro_batch_memory import PassConditions, TensorSpec, micro_batch_memory
 
 GPU = torch.device("cuda", 0)
@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.skipif(torch.backends.cudnn.is_available(), reason="torch has cuDNN")
 def test_without_cudnn_nothing_is_asked() -> None:
     for call in (CONVOLUTIONS["groups"].forward, CONVOLUTIONS["groups"].backward):
-        assert predicted(call("meta"), lambda func, args, _: kernels(func, args, GPU)) > 0
+        assert predicted(call("meta"), workspaces_on(GPU)) > 0
 
 
 def test_workspaces_add_to_the_passes_of_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,8 @@ def test_workspaces_add_to_the_passes_of_a_micro_batch(monkeypatch: pytest.Monke
     module = fx.symbolic_trace(nn.Conv2d(4, 4, 3, padding=1))
     x = TensorSpec.of(torch.empty(2, 4, 8, 8, device="meta").requires_grad_())
     without, with_ = (
-        micro_batch_memory(module, PassConditions((x,), device_type="cuda", gpu=gpu)) for gpu in ("", str(GPU))
+        micro_batch_memory(module, PassConditions((x,), device_type="cuda"), workspaces=workspaces)
+        for workspaces in (None, workspaces_on(GPU))
     )
     assert with_.forward.highest == without.forward.left + bytes_of["forward"]
     (before,), (after,) = without.first_backward, with_.first_backward
@@ -51,11 +52,10 @@ def test_the_peak_of_a_convolution_is_that_of_its_workspace(name: str) -> None:
     for call in (CONVOLUTIONS[name].forward, CONVOLUTIONS[name].backward):
         here = call("cuda")
         here()
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         results = here()
-        most = torch.cuda.max_memory_allocated() - before
+        most = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
         del results
-        found = predicted(call("meta"), lambda func, args, _: kernels(func, args, GPU))
+        found = predicted(call("meta"), workspaces_on(GPU))
         assert 0.99 * most <= found <= 1.02 * most + 4096

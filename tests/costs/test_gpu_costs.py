@@ -107,9 +107,9 @@ def test_what_the_model_holds_on_the_gpu_counts_once(devices: list[str], monkeyp
     model, x = linears(8192, 1).to(devices[0]), torch.randn(8, 8192, device=devices[0])
     size, total = sum(p.nbytes for p in model.parameters()), torch.cuda.mem_get_info()[1]
     call = {"example_args": (x,), "target": x, "loss_fn": mse_loss, "optimizer": "adamw", "tune": 0}
-    gc.collect()  # what other tests left would count as free once it is
-    torch.cuda.empty_cache()
     for times, fits in ((4.7, True), (3.5, False)):
+        gc.collect()  # what other tests and plans left in the allocator would count as free
+        torch.cuda.empty_cache()
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, times=times: (int(times * size), total))
         if fits:
             autopar.plan(model, devices, **call)

@@ -1,7 +1,7 @@
 """What convolutions on a GPU have in memory while they run, beside what they read and return: workspaces of cuDNN.
 
 Which algorithm cuDNN chooses, and what it needs, depends on sizes, GPU and version, and only running it tells. So every
-convolution of new sizes runs once, with tensors of its own on the GPU, and the allocator says how much it handed out
+convolution of new sizes runs once, with tensors of its own on the GPU, and the allocator says how much it was asked for
 besides the result. It runs in a thread of its own, because modes that rehearse a step hold for the thread that asks.
 """
 
@@ -10,24 +10,26 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 
+from cost_models.measuring.environment import torch_environment
+from cost_models.memory.allocations import Convolutions
 from cost_models.memory.convolution_copies import BACKWARD, CONVOLUTION, ConvolutionKernel
 
 log = logging.getLogger(__name__)
 
-_BLOCK = 512  # bytes that allocations on a GPU are rounded up to (kMinBlockSize in c10/cuda/CUDACachingAllocator.h)
-
 _known: dict[Any, int] = {}  # bytes by call
 
 
-def kernels(func: Any, args: tuple[Any, ...], gpu: torch.device) -> list[ConvolutionKernel]:
-    """The kernels of a call of `CONVOLUTION` or `BACKWARD` with tensors without values, in order, on a GPU at hand.
+def workspaces_on(gpu: torch.device) -> Convolutions:
+    """The kernels of convolutions on a GPU at hand, in order. None where torch has no cuDNN."""
+    return partial(_kernels, gpu)
 
-    None where torch has no cuDNN.
-    """
+
+def _kernels(gpu: torch.device, func: Any, args: tuple[Any, ...], _: Any) -> list[ConvolutionKernel]:
     if not torch.backends.cudnn.is_available() or not torch.backends.cudnn.enabled:
         return []
     if func is CONVOLUTION:
@@ -44,7 +46,7 @@ def kernels(func: Any, args: tuple[Any, ...], gpu: torch.device) -> list[Convolu
 def _workspace(func: Any, args: tuple[Any, ...], gpu: torch.device) -> int:
     """Bytes that a call allocates besides its results."""
     specs = tuple(_spec(x) for x in args)
-    key = (func, specs, gpu, *_choices())
+    key = (func, specs, gpu, *torch_environment()["settings"].values())
     if key not in _known:
         try:
             _known[key] = _in_a_thread(lambda: _allocated(func, specs, gpu))
@@ -52,12 +54,6 @@ def _workspace(func: Any, args: tuple[Any, ...], gpu: torch.device) -> int:
             log.warning("a convolution of %s does not fit %s: its workspace is not counted", specs[0], gpu)
             _known[key] = 0
     return _known[key]
-
-
-def _choices() -> tuple[bool, ...]:
-    """What the caller lets cuDNN choose from."""
-    cudnn = torch.backends.cudnn
-    return (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
 
 
 def _spec(value: Any) -> Any:
@@ -70,11 +66,11 @@ def _allocated(func: Any, specs: Sequence[Any], gpu: torch.device) -> int:
     with torch.no_grad():
         args = [_made(spec, gpu) for spec in specs]
         func(*args)  # chooses an algorithm, for which it may try several
-        before = _handed_out(gpu)
+        before = _asked_for(gpu)
         results = func(*args)
-        after = _handed_out(gpu)
+        after = _asked_for(gpu)
     own = [x for x in (results if func is BACKWARD else [results]) if x is not None]
-    return max(0, after - before - sum(-(-x.untyped_storage().nbytes() // _BLOCK) * _BLOCK for x in own))
+    return after - before - sum(x.untyped_storage().nbytes() for x in own)
 
 
 def _made(spec: Any, gpu: torch.device) -> Any:
@@ -86,9 +82,9 @@ def _made(spec: Any, gpu: torch.device) -> Any:
     return spec
 
 
-def _handed_out(gpu: torch.device) -> int:
-    """Bytes that torch's allocator has handed out since the process began."""
-    return cast(int, torch.cuda.memory_stats(gpu)["allocated_bytes.all.allocated"])
+def _asked_for(gpu: torch.device) -> int:
+    """Bytes that torch's allocator was asked for since the process began."""
+    return cast(int, torch.cuda.memory_stats(gpu)["requested_bytes.all.allocated"])
 
 
 def _in_a_thread(work: Callable[[], int]) -> int:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,6 +33,15 @@ from autopar.runtime.ranks.world import World
 
 _FUNCTIONAL = ("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 _PLAIN = ("all_reduce", "broadcast", "all_gather", "barrier", "all_gather_object", "broadcast_object_list")
+
+
+class _End(NamedTuple):
+    """In the place of dist.P2POp."""
+
+    op: Any
+    tensor: torch.Tensor
+    peer: int
+    group: Any
 
 
 class PretendNccl:
@@ -68,8 +77,11 @@ class PretendNccl:
         self._recorded(patch)
         for name in _PLAIN:
             patch.setattr(dist, name, partial(self._plain, name, getattr(dist, name)))
-        for name in ("isend", "irecv"):
-            patch.setattr(dist, name, partial(self._message, name, getattr(dist, name)))
+        self._one_by_one = {name: getattr(dist, name) for name in ("isend", "irecv")}
+        for name, call in self._one_by_one.items():
+            patch.setattr(dist, name, partial(self._message, name, call))
+        patch.setattr(dist, "P2POp", _End)
+        patch.setattr(dist, "batch_isend_irecv", self._exchange)
         patch.setattr(process_groups, "_ops", lambda: self._functional_ops)
 
     def recording(self) -> Any:
@@ -171,6 +183,29 @@ class PretendNccl:
                 self.gpus.current(self.place).wait_event(event)
 
         return types.SimpleNamespace(wait=wait)
+
+    def _exchange(self, ends: Sequence[_End]) -> list[Any]:
+        """One operation, on one stream."""
+        kinds = [end.op.args[0] for end in ends]
+        for kind, end in zip(kinds, ends, strict=True):
+            self._check(kind, [end.tensor], end.group)
+        stream = self._started(ends[0].group.group_name, [end.tensor for end in ends])
+        for kind, end in zip(kinds, ends, strict=True):
+            if kind == "irecv":
+                self.gpus.order.write(self.gpus.memory(end.tensor), stream.name, kind)
+        event, works = stream.record_event(), []
+        with _unrecorded():
+            for kind, end in zip(kinds, ends, strict=True):
+                carried = end.tensor.clone() if kind == "isend" else end.tensor  # as above
+                works.append(self._one_by_one[kind](carried, end.peer, group=end.group))
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            if self.forgets != "messages":
+                self.gpus.current(self.place).wait_event(event)
+
+        return [types.SimpleNamespace(wait=wait)]
 
     @property
     def _functional_ops(self) -> Any:

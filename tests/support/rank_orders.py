@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch.nn import functional
 
 import autopar
 from autopar import AutoparError, Plan
-from autopar.runtime.ranks.messages.channels import PairChannel
+from autopar.runtime.ranks.messages.channels import ExchangeChannel
+from autopar.runtime.ranks.messages.exchange_wire import ExchangeWire
+from autopar.runtime.ranks.messages.wire import Wire
 from autopar.runtime.ranks.world import World
 
 WIDTH = 32
@@ -124,17 +127,15 @@ def _loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(output[0], target)
 
 
-def over_pairs(order: Order) -> tuple[CollectiveLog, float, str]:
-    """The same without tags: a group of two for every ordered pair of ranks, as over NCCL. Only the order pairs."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
-    groups = {pair: dist.new_group(sorted(pair)) for pair in pairs}
-    before = World.channel
-    World.channel = lambda self: PairChannel(rank, groups)  # type: ignore[method-assign]
-    try:
+def in_exchanges(order: Order) -> tuple[CollectiveLog, float, str]:
+    """The same without tags, as over NCCL: only the order pairs messages."""
+    channel = ExchangeChannel(dist.new_group())
+
+    def wire(self: World, slot: int, *rest: Any) -> Wire:
+        return ExchangeWire(self.rank, slot, *rest[:2], channel, self.host_channel(), *rest[2:], most_packed=-1)
+
+    with mock.patch.object(World, "new_wire", wire):
         return exchanged(order)
-    finally:
-        World.channel = before  # type: ignore[method-assign]
 
 
 def checked_by_torch(order: Order) -> tuple[CollectiveLog, float, str]:

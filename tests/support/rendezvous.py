@@ -1,13 +1,14 @@
 """A stand-in for NCCL between threads: one queue for every ordered pair of ranks, no tags, and nothing is buffered.
 
-A send and a receive match by the order in which they were posted. With `blocking`, a send also holds its thread until
-its receive has been posted, which NCCL does only to its stream: what gets through here needs no room for pending sends.
+A send and a receive match by the order in which they were posted. An exchange holds its thread until all its transfers
+have ended, which NCCL does only to its stream: what gets through here needs no two streams that go on side by side.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,8 +24,8 @@ class Deadlock(Exception):
 class PairQueues:
     """The queues of all pairs. `most_ahead`: the most receives that any pair had posted without a send."""
 
-    def __init__(self, *, blocking: bool, patience: float = PATIENCE) -> None:
-        self.blocking, self.patience = blocking, patience
+    def __init__(self, *, patience: float = PATIENCE) -> None:
+        self.patience = patience
         self.most_ahead = 0
         self._changed = threading.Condition()
         self._sends: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
@@ -33,7 +34,7 @@ class PairQueues:
     @cached_property
     def headers(self) -> PairQueues:
         """Queues of their own, for what hosts exchange beside the tensors of GPUs."""
-        return PairQueues(blocking=self.blocking, patience=self.patience)
+        return PairQueues(patience=self.patience)
 
     def of(self, rank: int) -> RankLink:
         return RankLink(self, rank)
@@ -50,8 +51,6 @@ class PairQueues:
                 sent.done = received.done = True
             self.most_ahead = max(self.most_ahead, len(self._receives[pair]))
             self._changed.notify_all()
-        if self.blocking and not receive:
-            one.wait()
         return one
 
     def wait(self, posted: _Posted) -> None:
@@ -79,3 +78,10 @@ class RankLink:
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
         return self._queues.post((source, self._rank), tensor, receive=True)
+
+    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> Any:
+        posted = [self.send(tensor, other, 0) for tensor, other in sends]
+        posted += [self.receive(tensor, other, 0) for tensor, other in receives]
+        for one in posted:
+            one.wait()
+        return posted[0]

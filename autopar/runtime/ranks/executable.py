@@ -20,9 +20,9 @@ from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Lowered, StageProgram, replica
 from autopar.runtime.ranks.gradients.apart_gradients import OwnGradientCheck
 from autopar.runtime.ranks.gradients.reduction import GradientSums
-from autopar.runtime.ranks.messages.look_ahead import look_ahead
+from autopar.runtime.ranks.messages.execution_messages import ExecutionMessages
 from autopar.runtime.ranks.messages.shapes import StageShapes
-from autopar.runtime.ranks.messages.tables import ExecutionMessages, messages
+from autopar.runtime.ranks.messages.tables import messages
 from autopar.runtime.ranks.messages.wire import Routes
 from autopar.runtime.ranks.parameters.holders import StageGrid, with_sparse_gradients
 from autopar.runtime.ranks.parameters.own import Borrowed, RankParameters
@@ -136,7 +136,7 @@ class RankExecutable(Executable):
             sources = [stage.sources for stage in self.lowered.stages]
             found = messages(self._tables_of(*key), lambda s, i: self.replica(s, i).slot, self.consumers, sources)
             parts = 1 + max(map(len, self.reads.values()), default=0)
-            self._messages[key] = ExecutionMessages(found, look_ahead(found), parts)
+            self._messages[key] = ExecutionMessages(found, parts)
         return self._messages[key]
 
     def _tables_of(self, n_microbatches: int, training: bool, only_backward: bool) -> list[list[Action]]:

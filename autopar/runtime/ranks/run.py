@@ -118,18 +118,7 @@ class RankRun(Run):
         if one.slot < 0:
             return Mailbox(0)
         wanted = one.execution_messages(self.call.n_microbatches, training, only_backward)
-        world = one.world
-        self._wire = Wire(
-            world.rank,
-            one.slot,
-            one.routes,
-            wanted,
-            world.channel(),
-            world.host_channel(),
-            self._values,
-            self._trained,
-            device=world.device,
-        )
+        self._wire = one.world.new_wire(one.slot, one.routes, wanted, self._values, self._trained)
         return self._wire
 
     def _followed(self, acts: Acts, work: Work) -> Acts:

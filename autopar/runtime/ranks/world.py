@@ -24,7 +24,10 @@ from autopar.runtime.ranks.faults import leaving
 from autopar.runtime.ranks.faults.attempts import start_group
 from autopar.runtime.ranks.faults.failure import names
 from autopar.runtime.ranks.faults.watcher import Watcher, watch
-from autopar.runtime.ranks.messages.channels import Channel, HostChannel, PairChannel, TaggedChannel
+from autopar.runtime.ranks.messages.channels import Channel, ExchangeChannel, HostChannel, TaggedChannel
+from autopar.runtime.ranks.messages.exchange_wire import ExchangeWire
+from autopar.runtime.ranks.messages.execution_messages import ExecutionMessages
+from autopar.runtime.ranks.messages.wire import Routes, Trained, ValuesOf, Wire
 from autopar.runtime.ranks.one_message import on_all_ranks, shown_once
 from autopar.runtime.ranks.places import Place
 from autopar.runtime.ranks.rank_device import (
@@ -56,7 +59,8 @@ class World:
     over_nccl: bool = False  # how tensors of that device travel (rank_device.py)
     places: tuple[Place, ...] = ()  # by rank
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    _pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _exchanges: Any = None  # process group of all ranks, over NCCL: tensors of messages between stages
+    _pairs: set[tuple[int, int]] = field(default_factory=set)  # (sender, receiver) that are connected there
     _meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
 
     @property
@@ -109,25 +113,34 @@ class World:
     def connect_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Have ranks ready to send each other tensors. Collective. `pairs`: (sender, receiver), the same on all ranks.
 
-        Over NCCL every pair has a group (channels.py). All ranks connect them in one order: the first pair that is not
-        connected yet is the next one on both of its ranks, so that none waits for ever.
+        NCCL connects two ranks at their first message, for which the hosts wait. All ranks connect pairs in one order:
+        the first pair that is not connected yet is the next one on both of its ranks, so that none waits for ever.
         """
-        new = sorted(set(pairs) - self._pairs.keys()) if self.over_nccl else []
-        for a, b in new:
-            self._pairs[a, b] = dist.new_group([a, b], backend="nccl")
-            if self.rank in (a, b):
-                leaving.remember_added(self._pairs[a, b])
-        channel = PairChannel(self.rank, self._pairs)
+        if not self.over_nccl:
+            return
+        if self._exchanges is None:
+            self._exchanges = dist.new_group(backend="nccl")
+            self.connect(self._exchanges)
+        channel, new = ExchangeChannel(self._exchanges), sorted(set(pairs) - self._pairs)
         for a, b in new:
             if self.rank in (a, b):
                 token = torch.zeros(1, device=self.device)
                 (channel.send(token, b, 0) if self.rank == a else channel.receive(token, a, 0)).wait()
+        self._pairs.update(new)
 
     def channel(self) -> Channel:
         """For tensors of this rank's device."""
         if self.over_nccl:
-            return PairChannel(self.rank, self._pairs)
+            return ExchangeChannel(self._exchanges)
         return self.host_channel() if self.device == _CPU else HostChannel(self.host_channel())
+
+    def new_wire(
+        self, slot: int, routes: Routes, messages: ExecutionMessages, values: ValuesOf, trained: Trained
+    ) -> Wire:
+        """For the messages of one execution (wire.py)."""
+        kind = ExchangeWire if self.over_nccl else Wire
+        channels = self.channel(), self.host_channel()
+        return kind(self.rank, slot, routes, messages, *channels, values, trained, device=self.device)
 
     def host_channel(self) -> Channel:
         """For tensors of the CPU, and for the rows of messages."""

@@ -8,7 +8,7 @@ import pytest
 from collective_log import CollectiveLog, disagreements
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_orders import Order, checked_by_torch, exchanged, over_pairs
+from rank_orders import Order, checked_by_torch, exchanged, in_exchanges
 from rank_pool import RankPool
 
 CASES = [
@@ -56,7 +56,7 @@ def test_groups_in_another_order_are_noticed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [exchanged, over_pairs, checked_by_torch], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [exchanged, in_exchanges, checked_by_torch], ids=lambda job: job.__name__)
 @pytest.mark.parametrize(("n", "order"), CASES, ids=str)
 def test_ranks_exchange_the_same_in_the_same_order(ranks: RankPool, n: int, order: Order, job: Any) -> None:
     found = ranks.run(job, n, order)

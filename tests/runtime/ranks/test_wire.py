@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from rendezvous import Deadlock, PairQueues
 
 from autopar import AutoparError
-from autopar.runtime.ranks.messages.look_ahead import LEAST, look_ahead
+from autopar.runtime.ranks.messages.exchange_wire import ExchangeWire
+from autopar.runtime.ranks.messages.exchanges import START
+from autopar.runtime.ranks.messages.execution_messages import ExecutionMessages
 from autopar.runtime.ranks.messages.packing import MOST_PACKED, Packing, SentTensor, Values
-from autopar.runtime.ranks.messages.tables import ExecutionMessages, messages
-from autopar.runtime.ranks.messages.wire import Routes, Wire
+from autopar.runtime.ranks.messages.tables import Message, messages
+from autopar.runtime.ranks.messages.wire import AHEAD, Routes, Wire
 from autopar.runtime.step.mailbox import Aborted, Address
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
@@ -63,12 +65,12 @@ class Pipeline:
         self.routes = Routes(tuple(tuple(range(k * shards, (k + 1) * shards)) for k in range(self.table.n_slots)))
         self.n_ranks = self.table.n_slots * shards
         self.messages = messages(self.actions, self.table.slot_of, self.consumers, self.sources)
-        self.ahead = look_ahead(self.messages)
+        self.execution = ExecutionMessages(self.messages, PARTS)
 
     def values(self, address: Address) -> Values:
         return VALUES
 
-    def run(self, queues: PairQueues) -> None:
+    def run(self, queues: PairQueues, kind: type[Wire] = Wire) -> None:
         """All ranks on threads. Raises what the first failing one raised."""
         errors: list[BaseException] = []
 
@@ -76,7 +78,7 @@ class Pipeline:
             try:
                 slot = next(k for k, ranks in enumerate(self.routes.ranks) if rank in ranks)
                 trained = dict(self.trained)
-                wire = self.wire(rank, slot, queues, trained)
+                wire = self.wire(rank, slot, queues, trained, kind)
                 for action in self.actions[slot]:
                     self.act(wire, action)
                 wire.finish()
@@ -91,20 +93,12 @@ class Pipeline:
         if errors:
             raise errors[0]
 
-    def wire(self, rank: int, slot: int, queues: PairQueues, trained: dict[Any, Any]) -> Wire:
+    def wire(self, rank: int, slot: int, queues: PairQueues, trained: dict[Any, Any], kind: type[Wire] = Wire) -> Wire:
         """Headers have queues of their own, as numbers of hosts do beside tensors of GPUs."""
         channel, rows = queues.of(rank), queues.headers.of(rank)
-        return Wire(
-            rank,
-            slot,
-            self.routes,
-            ExecutionMessages(self.messages, self.ahead, PARTS),
-            channel,
-            rows,
-            self.values,
-            trained,
-            most_packed=self.most_packed,
-        )
+        known = ExecutionMessages(self.messages, PARTS)  # of this rank
+        known.__dict__["receives"] = self.execution.receives
+        return kind(rank, slot, self.routes, known, channel, rows, self.values, trained, most_packed=self.most_packed)
 
     def act(self, wire: Wire, action: Action) -> None:
         phase, stage, i = action
@@ -145,14 +139,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("blocking", [False, True], ids=["streams", "blocking"])
+@pytest.mark.parametrize("kind", [Wire, ExchangeWire])
 @pytest.mark.parametrize(("name", "n_microbatches", "replicas", "chunks"), CASES)
-def test_no_schedule_deadlocks_without_tags_and_without_buffers(
-    name: str, n_microbatches: int, replicas: tuple[int, ...], chunks: int, blocking: bool
+def test_no_schedule_deadlocks(
+    name: str, n_microbatches: int, replicas: tuple[int, ...], chunks: int, kind: type[Wire]
 ) -> None:
-    queues, pipeline = PairQueues(blocking=blocking), Pipeline(name, n_microbatches, replicas, chunks)
-    pipeline.run(queues)
-    assert queues.most_ahead <= PARTS * (look_ahead(pipeline.messages) + 1)
+    queues, pipeline = PairQueues(), Pipeline(name, n_microbatches, replicas, chunks)
+    pipeline.run(queues, kind)
+    if kind is Wire:
+        assert queues.most_ahead <= PARTS * (AHEAD + 1)
 
 
 @st.composite
@@ -176,33 +171,56 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(pipeline=pipelines(), blocking=st.booleans())
-def test_no_pipeline_deadlocks(pipeline: Pipeline, blocking: bool) -> None:
+@given(pipeline=pipelines(), kind=st.sampled_from([Wire, ExchangeWire]))
+def test_no_pipeline_deadlocks(pipeline: Pipeline, kind: type[Wire]) -> None:
     """Any schedule, skips, replicas, meshes, number of micro-batches; whole steps, forwards alone, backwards alone;
     small tensors by themselves or in the rows of their numbers."""
-    pipeline.run(PairQueues(blocking=blocking))
+    pipeline.run(PairQueues(), kind)
+
+
+def needed(message: Message) -> int:
+    """The action before the one that reads a message."""
+    return message.read_by - 1
+
+
+def test_messages_are_exchanged_right_before_they_are_read_unless_that_deadlocks() -> None:
+    """In the usual schedules of a chain that never happens, in an interleaved one it does."""
+    chains = [Pipeline(name, 12, (1,) * 4, 1, edges=()) for name in ("gpipe", "1f1b", "zb-h1")]
+    for pipeline, early in [
+        *((chain, False) for chain in chains),
+        (Pipeline("interleaved-1f1b", 6, (1,) * 3, 2), True),
+    ]:
+        found = pipeline.execution.receives
+        places = {m.number: place for of_slot in found.values() for place, some in of_slot.items() for m in some}
+        assert places.keys() == {m.number for m in pipeline.messages}
+        assert all(START <= places[m.number] <= needed(m) for m in pipeline.messages)
+        assert any(places[m.number] < needed(m) for m in pipeline.messages) == early
+
+
+@pytest.mark.parametrize("case", [("interleaved-1f1b", 6, (1, 1, 1), 2), ("zb-h1", 5, (1, 1, 1), 1)], ids=str)
+def test_the_stand_in_finds_receives_that_come_too_late(case: tuple[Any, ...]) -> None:
+    """Each right before it is read, in the order of sending."""
+    pipeline = Pipeline(*case)
+    late: dict[int, dict[int, list[Message]]] = {}
+    for message in pipeline.messages:
+        same = [m for m in pipeline.messages if (m.source, m.target) == (message.source, message.target)]
+        place = min(needed(m) for m in same if m.number >= message.number)
+        late.setdefault(message.target, {}).setdefault(place, []).append(message)
+    pipeline.execution.__dict__["receives"] = late
+    with pytest.raises(Deadlock):
+        pipeline.run(PairQueues(patience=0.5), ExchangeWire)
 
 
 def test_a_backward_of_its_own_knows_what_an_earlier_forward_sent() -> None:
     """Its receives are posted ahead: stage 2 sends stage 0 its gradients before stage 1, for which stage 0 waits."""
-    pipeline = Pipeline("1f1b", 4, (1, 1, 1), 1, part="backward")
-    assert pipeline.ahead == LEAST
-    pipeline.run(PairQueues(blocking=True))
-
-
-def test_an_interleaved_schedule_needs_more_receives_ahead() -> None:
-    """With as few as other schedules need, it deadlocks where sends block: what `look_ahead` is for."""
-    pipeline = Pipeline("interleaved-1f1b", 6, (1, 1, 1), 2)
-    assert look_ahead(pipeline.messages) == 3
-    assert look_ahead(Pipeline("1f1b", 12, (1, 1, 1), 1).messages) == LEAST
-    pipeline.ahead = LEAST
-    with pytest.raises(Deadlock):
-        pipeline.run(PairQueues(blocking=True, patience=0.5))
+    for kind in (Wire, ExchangeWire):
+        Pipeline("1f1b", 4, (1, 1, 1), 1, part="backward").run(PairQueues(), kind)
 
 
 @pytest.mark.parametrize("shards", [2, 3])
 def test_every_rank_of_a_mesh_gets_every_message(shards: int) -> None:
-    Pipeline("1f1b", 4, (1, 1, 1), 1, shards).run(PairQueues(blocking=True))
+    for kind in (Wire, ExchangeWire):
+        Pipeline("1f1b", 4, (1, 1, 1), 1, shards).run(PairQueues(), kind)
 
 
 def two_ranks(queues: PairQueues) -> tuple[Wire, Wire]:
@@ -211,14 +229,14 @@ def two_ranks(queues: PairQueues) -> tuple[Wire, Wire]:
 
 
 def test_a_tensor_of_another_shape_than_derived_is_refused_where_it_is_sent() -> None:
-    sender, _ = two_ranks(PairQueues(blocking=False))
+    sender, _ = two_ranks(PairQueues())
     address = Address(Phase.FORWARD, 0, 1, 0)
     with pytest.raises(AutoparError, match=r"stage 0 made a tensor of shape \(3,\)"):
         sender.send(1, address, {0: torch.zeros(3), 1: torch.zeros(4), 3: 0, 4: 0.0})
 
 
 def test_a_rank_that_failed_reads_nothing_more() -> None:
-    _, receiver = two_ranks(PairQueues(blocking=False))
+    _, receiver = two_ranks(PairQueues())
     receiver.abort()
     with pytest.raises(Aborted):
         receiver.receive(1, Address(Phase.FORWARD, 0, 1, 0))
@@ -235,8 +253,7 @@ def test_a_lost_connection_names_the_rank_and_the_message() -> None:
             raise RuntimeError("Connection closed by peer")
 
     pipeline = Pipeline("1f1b", 1, (1, 1), 1)
-    messages = ExecutionMessages(pipeline.messages, 2, PARTS)
-    wire = Wire(1, 1, pipeline.routes, messages, Broken(), Broken(), pipeline.values, {})
+    wire = Wire(1, 1, pipeline.routes, pipeline.execution, Broken(), Broken(), pipeline.values, {})
     with pytest.raises(AutoparError, match="rank 0 ended or failed while rank 1 waited for the outputs of stage 0"):
         wire.receive(1, Address(Phase.FORWARD, 0, 1, 0))
 

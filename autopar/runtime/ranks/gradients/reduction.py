@@ -61,8 +61,7 @@ class GradientSums:
         self.apart_keys = frozenset(e.key for bucket in self._buckets if bucket.row is None for e in bucket.entries)
         self.waiting: dict[int, torch.Tensor] = {}  # by parameter, what accumulate() has left apart so far
         self._left: Counter[int] = Counter()  # by stage: backward actions to come
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL a collective starts only once all its ranks have come to it. A rank that
-        # waited there in the middle of its actions could be the one from which another rank needs a message.
+        # Whether collectives start after all actions (`begin`).
         self._start_at_end = False
         self._next = 0  # bucket to start
         self._started: dict[int, torch.Tensor] = {}  # by bucket: what its first collective gives
@@ -95,7 +94,11 @@ class GradientSums:
         """An execution starts. `backwards`: the stage of every backward action that this rank will do."""
         self._drop()
         self._left = Counter(backwards)
-        self._start_at_end = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL a collective starts only once all its ranks have come to it, and NCCL's
+        # may hold up all that the GPU gets later (exchanges.py). A rank that waited there in the middle of its actions
+        # could be the one from which another rank needs a message.
+        checked = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        self._start_at_end = checked or (self._carrier.type == "cuda" and len(self._left) > 1)
 
     def is_last(self, stage: int) -> bool:
         """Whether the backward action of a stage that is about to end is its last one here."""

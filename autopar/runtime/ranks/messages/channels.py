@@ -1,8 +1,7 @@
 """How one tensor gets from one process to another.
 
-gloo tells messages apart by tags, in any order. NCCL has no tags, and a process group has one queue: there, every
-ordered pair of ranks has a group of its own, so that what a rank sends never waits for what it receives, and both ends
-post in one order.
+gloo tells messages apart by tags, in any order. NCCL has no tags: both ends post in one order, and what a rank sends
+and receives between two actions is one operation (exchanges.py).
 
 ```
    host       post the receive .......... wait() -> returns at once          post ...
@@ -21,7 +20,7 @@ them from a GPU, the host would have to wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,18 +54,36 @@ class TaggedChannel:
         return _posted(dist.irecv(tensor, source, group=self._group, tag=tag))
 
 
-class PairChannel:
-    """Over a group of two for every ordered pair of ranks (NCCL). Tags are not used: the order of posting decides."""
+class ExchangeChannel:
+    """Over a group of all ranks (NCCL). Tags are not used: the order of posting decides.
 
-    def __init__(self, rank: int, groups: Mapping[tuple[int, int], Any]) -> None:
-        """`groups[a, b]`: carries what a sends b, and nothing else."""
-        self._rank, self._groups = rank, groups
+    A rank's exchanges run one after the other, on one stream. The transfers of one exchange go on at the same time.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Pending:
+        """`sends`, `receives`: tensors, each with the other rank; those of two ranks match in their order."""
+        ends = [*((dist.isend, *one) for one in sends), *((dist.irecv, *one) for one in receives)]
+        return _All(dist.batch_isend_irecv([dist.P2POp(*end, group=self._group) for end in ends]))
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
-        return _posted(dist.isend(tensor, target, group=self._groups[self._rank, target]))
+        return self.exchange([(tensor, target)], [])
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
-        return _posted(dist.irecv(tensor, source, group=self._groups[source, self._rank]))
+        return self.exchange([], [(tensor, source)])
+
+
+class _All:
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class HostChannel:

@@ -16,9 +16,10 @@ import time
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.ranks.messages.execution_messages import ExecutionMessages
 from autopar.runtime.ranks.messages.packing import SentTensor, Values
-from autopar.runtime.ranks.messages.tables import ExecutionMessages, Message
-from autopar.runtime.ranks.messages.wire import Routes, Wire
+from autopar.runtime.ranks.messages.tables import Message
+from autopar.runtime.ranks.messages.wire import Routes
 from autopar.runtime.ranks.world import World
 from autopar.runtime.step.mailbox import Address
 from autopar.schedule.clock import Phase
@@ -26,7 +27,6 @@ from cost_models.hardware.devices import synchronize
 
 _MESSAGES, _ROUNDS = 25, 9
 _TENSOR = SentTensor((1024,), torch.float32)
-_AHEAD = 2  # receives, as most schedules have
 
 
 def measured_handling(world: World) -> float:
@@ -46,17 +46,8 @@ def _round(world: World) -> float:
     values, tensor = Values({0: _TENSOR}), torch.zeros(_TENSOR.shape, dtype=_TENSOR.dtype, device=world.device)
     synchronize(world.device)
     start = time.process_time()
-    wire = Wire(
-        world.rank,
-        world.rank,
-        Routes(((0,), (1,))),
-        ExecutionMessages(messages, _AHEAD, 1 + len(values.specs)),
-        world.channel(),
-        world.host_channel(),
-        lambda address: values,
-        {},
-        device=world.device,
-    )
+    known = ExecutionMessages(messages, 1 + len(values.specs))
+    wire = world.new_wire(world.rank, Routes(((0,), (1,))), known, lambda address: values, {})
     for address in addresses:
         if world.rank == 0:
             wire.send(1, address, {0: tensor})

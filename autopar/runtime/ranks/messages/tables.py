@@ -6,15 +6,13 @@ r"""All messages of one execution, from the tables of actions: who sends what to
    slot 1       F0        B0 --2------'   F1 ..
 ```
 Every rank makes the same list from the same tables, so that both ends of a message know its number. Where messages have
-no tags, they match in the order in which their sender sends them: a receiver posts its receives in that order.
+no tags, they match in the order in which their sender sends them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 from autopar.runtime.step.mailbox import Address
 from autopar.schedule.clock import Action, Phase
@@ -30,30 +28,6 @@ class Message:
     target: int  # slot that reads it
     sent_by: int  # place of the sending action in the sender's table
     read_by: int  # place of the reading action in the receiver's table
-
-
-@dataclass(frozen=True)
-class ExecutionMessages:
-    """The messages of one execution, the same on all ranks."""
-
-    messages: tuple[Message, ...]
-    look_ahead: int  # receives from each rank posted before they are needed (look_ahead.py)
-    parts: int  # that a message has, at most
-    _incoming: dict[int, dict[int, list[Message]]] = field(default_factory=dict, compare=False)
-
-    @cached_property
-    def by_address(self) -> dict[Address, Message]:
-        return {message.address: message for message in self.messages}
-
-    def incoming(self, slot: int, sender: Callable[[Message], int]) -> dict[int, list[Message]]:
-        """What this rank, of `slot`, receives, in order, by the sending rank, which `sender` gives."""
-        if slot not in self._incoming:
-            found: defaultdict[int, list[Message]] = defaultdict(list)
-            for message in self.messages:
-                if message.target == slot:
-                    found[sender(message)].append(message)
-            self._incoming[slot] = dict(found)
-        return self._incoming[slot]
 
 
 def messages(

@@ -7,11 +7,10 @@ A message is a row of numbers, which hosts exchange, and the tensors whose shape
 
 Small tensors of the CPU travel in the row of their numbers (packing.py), the others by themselves.
 
-Nothing moves before the receiver has posted its receive, so a rank posts them ahead, before it computes. It posts the
-receives from one rank in the order in which that rank sends (`messages.py`): where messages have no tags, that pairs
-them. It posts as many beyond the last one it has read as `look_ahead` says, which bounds the memory of what has arrived
-early. A send never blocks its rank: a rank that waits, waits for a message that another one sends in an earlier action,
-as in one process, so that a table that can run there does not deadlock here.
+Nothing moves before the receiver has posted its receive, so a rank posts them ahead, before it computes: from every
+rank `AHEAD` beyond the last one it has read, which bounds the memory of what has arrived early. A send never blocks its
+rank: a rank that waits, waits for a message that another one sends in an earlier action, as in one process, so that a
+table that can run there does not deadlock here. Over NCCL both block, and more is needed (exchange_wire.py).
 """
 
 from __future__ import annotations
@@ -28,16 +27,22 @@ from autopar.capture import torch_private
 from autopar.errors import AutoparError
 from autopar.runtime.ranks.faults.failure import LostRankError, connection_error
 from autopar.runtime.ranks.messages.channels import Channel, Pending
+from autopar.runtime.ranks.messages.execution_messages import ExecutionMessages
 from autopar.runtime.ranks.messages.packing import MOST_PACKED, Packing, SentTensor, Spec, Values
-from autopar.runtime.ranks.messages.tables import ExecutionMessages, Message
+from autopar.runtime.ranks.messages.tables import Message
 from autopar.runtime.step.error_context import PHASE_NAMES
 from autopar.runtime.step.mailbox import Aborted, Address, Mailbox
 from autopar.schedule.clock import Phase
 
 _CPU = torch.device("cpu")
 
+AHEAD = 2
+"""Receives that a rank posts before it needs them. More hide more of the transfers and take more memory; two keep a
+neighbour busy."""
 
 ValuesOf = Callable[[Address], Values]  # what the forward message at an address carries
+Trained = dict[tuple[int, int, int], tuple[int, ...]]
+"""By (stage, later stage, micro-batch), the values sent forward that require a gradient."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Routes:
 
 
 @dataclass
-class _Posted:
+class Posted:
     """A message whose receives have been posted."""
 
     packing: Packing
@@ -88,29 +93,29 @@ class Wire(Mailbox):
         channel: Channel,
         rows: Channel,
         values: ValuesOf,
-        trained: dict[tuple[int, int, int], tuple[int, ...]],
+        trained: Trained,
         *,
         device: torch.device = _CPU,
         most_packed: int = MOST_PACKED,
     ) -> None:
-        """`channel`: for tensors, which are on `device`. `rows`: for rows of bytes, on the CPU. `trained`: of the call,
-        by (stage, later stage, micro-batch) the values sent forward that require a gradient; grows. It outlives an
-        execution: a backward may be one of its own. `most_packed`: see Packing.of; tensors of GPUs travel by
-        themselves."""
+        """`channel`: for tensors, which are on `device`. `rows`: for rows of bytes, on the CPU. `trained`: of the call;
+        grows. It outlives an execution: a backward may be one of its own. `most_packed`: see Packing.of; tensors of
+        GPUs travel by themselves."""
         super().__init__(0)
         self._rank, self._slot, self._routes, self._device = rank, slot, routes, device
         self._channel, self._rows = channel, rows
         self._most_packed = most_packed if device.type == "cpu" else -1
         self._values, self._trained = values, trained
-        self._by_address, self._look_ahead = messages.by_address, messages.look_ahead
-        self._parts = messages.parts
+        self._messages = messages
+        self._by_address, self._parts = messages.by_address, messages.parts
         self._local: dict[Address, Any] = {}
         incoming = messages.incoming(slot, lambda message: routes.sender(message, rank))
         self._incoming = {source: deque(waiting) for source, waiting in incoming.items()}  # not posted yet
-        self._posted: dict[Address, _Posted] = {}
+        self._posted: dict[Address, Posted] = {}
         self._ahead: defaultdict[int, int] = defaultdict(int)  # by rank, posted and not read yet
         self._sends: defaultdict[int, deque[_Sent]] = defaultdict(deque)  # by rank
         self._aborted = False
+        self._prepare()
         self._post_ahead()
 
     def send(self, slot: int, address: Address, message: Any) -> None:
@@ -128,8 +133,9 @@ class Wire(Mailbox):
             sends = self._sends[target]
             sends.append(_Sent(known.read_by, row, self._rows.send(row, target, self._tag(known, 0))))
             for part, position in enumerate(packing.apart, start=1):
-                pending = self._channel.send(tensors[position], target, self._tag(known, part))
+                pending = self._post_send(tensors[position], target, known, part)
                 sends.append(_Sent(known.read_by, tensors[position], pending))
+        self._after_send(known)
 
     def receive(self, slot: int, address: Address) -> Any:
         """Wait for a message. Raises Aborted after `abort`, LostRankError if its sender has failed."""
@@ -141,6 +147,7 @@ class Wire(Mailbox):
         source = self._routes.sender(message, self._rank)
         while address not in self._posted:
             self._post_next(source)
+        self._before_read(message)
         posted = self._posted.pop(address)
         self._ahead[source] -= 1
         self._post_ahead()
@@ -158,11 +165,32 @@ class Wire(Mailbox):
             while sends:
                 self._let_go(sends, target)
 
+    # -- how tensors travel that go by themselves --------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Before anything is posted."""
+
+    def _post_send(self, tensor: torch.Tensor, target: int, message: Message, part: int) -> Pending:
+        return self._channel.send(tensor, target, self._tag(message, part))
+
+    def _after_send(self, message: Message) -> None:
+        """All parts of a message have been sent to all ranks that get it from here."""
+
+    def _before_read(self, message: Message) -> None:
+        """A message is about to be waited for."""
+
+    def _post_receives(self, message: Message, posted: Posted) -> None:
+        """The receive of the row has just been posted."""
+        source = self._routes.sender(message, self._rank)
+        for part, position in enumerate(posted.packing.apart, start=1):
+            tensor = posted.apart[position] = self._empty(posted, position)
+            posted.pending.append(self._channel.receive(tensor, source, self._tag(message, part)))
+
     # -- receives ---------------------------------------------------------------------------------------------------
 
     def _post_ahead(self) -> None:
         for source, waiting in self._incoming.items():
-            while waiting and self._ahead[source] < self._look_ahead and self._is_known(waiting[0].address):
+            while waiting and self._ahead[source] < AHEAD and self._is_known(waiting[0].address):
                 self._post_next(source)
 
     def _is_known(self, address: Address) -> bool:
@@ -173,14 +201,15 @@ class Wire(Mailbox):
         message = self._incoming[source].popleft()
         packing = self._packing(message.address)
         row = packing.row()
-        pending = [self._rows.receive(row, source, self._tag(message, 0))]
-        apart = {}
-        for part, position in enumerate(packing.apart, start=1):
-            spec = packing.tensors[position]
-            apart[position] = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-            pending.append(self._channel.receive(apart[position], source, self._tag(message, part)))
-        self._posted[message.address] = _Posted(packing, row, apart, pending)
+        posted = Posted(packing, row, {}, [self._rows.receive(row, source, self._tag(message, 0))])
+        self._posted[message.address] = posted
         self._ahead[source] += 1
+        self._post_receives(message, posted)
+
+    def _empty(self, posted: Posted, position: int) -> torch.Tensor:
+        """For a tensor that comes by itself."""
+        spec = posted.packing.tensors[position]
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
 
     def _packing(self, address: Address) -> Packing:
         """Of a message: all values forward; backward the gradients of those that require one."""
@@ -193,7 +222,7 @@ class Wire(Mailbox):
         """Of the values that a message carries, or whose gradients it carries."""
         return self._values(Address(Phase.FORWARD, *_forward(address))).specs
 
-    def _opened(self, address: Address, posted: _Posted) -> dict[int, Any]:
+    def _opened(self, address: Address, posted: Posted) -> dict[int, Any]:
         """What has arrived, by position."""
         specs = self._specs(address)
         numbers = dict(zip(specs, posted.packing.numbers(posted.row), strict=True))

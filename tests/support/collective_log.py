@@ -86,6 +86,7 @@ def logged() -> Iterator[CollectiveLog]:
     replace(dist, "new_group", lambda call: _new_group(log, call))
     replace(dist, "isend", lambda call: _message(log.sent, call))
     replace(dist, "irecv", lambda call: _message(log.received, call))
+    replace(dist, "P2POp", lambda call: _end_of_exchange(log, call))
     try:
         yield log
     finally:
@@ -125,6 +126,15 @@ def _message(log: defaultdict[int, list[Any]], call: Callable[..., Any]) -> Call
     def logged_call(tensor: torch.Tensor, other: int, *args: Any, tag: int = 0, **kwargs: Any) -> Any:
         log[other].append((tag, tuple(tensor.shape), str(tensor.dtype)))
         return call(tensor, other, *args, tag=tag, **kwargs)
+
+    return logged_call
+
+
+def _end_of_exchange(log: CollectiveLog, call: Callable[..., Any]) -> Callable[..., Any]:
+    def logged_call(op: Any, tensor: torch.Tensor, peer: int, group: Any) -> Any:
+        sends, c10d = op is dist.isend, dist.distributed_c10d
+        (log.sent if sends else log.received)[peer].append((0, tuple(tensor.shape), str(tensor.dtype)))
+        return call(c10d.isend if sends else c10d.irecv, tensor, peer, group)
 
     return logged_call
 

@@ -22,10 +22,11 @@ FRAGMENTATION = {"cpu": 0.0, "cuda": 0.05}
 """By device type, the fraction of everything else set aside for gaps between blocks. On a CPU a gap in the address
 space is no memory. On CUDA this is a choice: PyTorch's allocator cuts blocks from segments of 2 MiB and more."""
 
-WORKSPACE = {"cpu": 0, "cuda": 64 << 20}
-"""By device type, bytes that libraries hold for their kernels. On CUDA what torch gives cuBLAS and cuBLASLt on Hopper,
-32 MiB each; before Hopper it is 8 MiB (discuss.pytorch.org/t/178671, 2023) and 1 to 4 MiB (pytorch/pull/120925, 2024).
-cuDNN's share depends on the convolutions and is not counted."""
+WORKSPACE = {"cpu": 0, "cuda": 132 << 20}
+"""By device type, bytes that libraries hold for their kernels. On CUDA what torch gives cuBLAS and cuBLASLt: on Hopper
+some 32 MiB each, for the thread that runs forwards and for autograd's own. So many bytes were allocated beside all
+tensors of a ResNet-50 on an H200 with torch 2.11. Before Hopper it is 8 MiB (discuss.pytorch.org/t/178671, 2023) and 1 to
+4 MiB (pytorch/pull/120925, 2024). cuDNN's depend on the convolution (measuring/convolution_workspaces.py)."""
 
 
 def usable_memory(memory: float, device_type: str) -> int:

@@ -146,7 +146,7 @@ def test_a_model_on_a_gpu_is_counted_once(optimizer: str) -> None:
 
 @pytest.mark.usefixtures("counted_gpus")
 def test_plans_keep_back_workspaces_and_gaps_of_what_a_gpu_has() -> None:
-    (device,) = parse_devices("cuda:0")
+    device = replace(parse_devices("cuda:0")[0], memory=1 << 30)
     x = torch.randn(4, 8)
     program = capture(nn.Linear(8, 8), (x,), {})
     source = Measured(program, study(program, [x]), [x], [device], training=True)

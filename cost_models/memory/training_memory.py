@@ -25,8 +25,8 @@ space is no memory. On CUDA this is a choice: PyTorch's allocator cuts blocks fr
 WORKSPACE = {"cpu": 0, "cuda": 132 << 20}
 """By device type, bytes that libraries hold for their kernels. On CUDA what torch gives cuBLAS and cuBLASLt: on Hopper
 some 32 MiB each, for the thread that runs forwards and for autograd's own. So many bytes were allocated beside all
-tensors of a ResNet-50 on an H200 with torch 2.11. Before Hopper it is 8 MiB (discuss.pytorch.org/t/178671, 2023) and 1 to
-4 MiB (pytorch/pull/120925, 2024). cuDNN's depend on the convolution (measuring/convolution_workspaces.py)."""
+tensors of a ResNet-50 on an H200 with torch 2.11. Before Hopper it is 8 MiB (discuss.pytorch.org/t/178671, 2023) and
+1 to 4 MiB (pytorch/pull/120925, 2024). cuDNN's depend on the convolution (measuring/convolution_workspaces.py)."""
 
 
 def usable_memory(memory: float, device_type: str) -> int:

@@ -1,6 +1,7 @@
 """Devices: the workers that a user's words ask for, and the words that ask for none."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest

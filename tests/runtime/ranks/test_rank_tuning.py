@@ -71,9 +71,14 @@ def test_calibrating_steps_on_ranks_scale_predictions(ranks: RankPool) -> None:
     assert first["changed"] == []
 
 
-@pytest.mark.parametrize("options", [{"tune": 2}, {}, {"tune": 2, "n_microbatches": 4, "max_replicas": 1}])
-def test_a_tuned_plan_trains_like_the_plain_model_and_no_copy_stays(ranks: RankPool, options: dict[str, Any]) -> None:
-    for plain, found, models in ranks.run(trained, 2, options):
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [(2, {"tune": 2}), (2, {}), (2, {"tune": 2, "n_microbatches": 4, "max_replicas": 1}), (3, {"tune": 3}), (4, {})],
+)
+def test_a_tuned_plan_trains_like_the_plain_model_and_no_copy_stays(
+    ranks: RankPool, n: int, options: dict[str, Any]
+) -> None:
+    for plain, found, models in ranks.run(trained, n, options):
         assert found == pytest.approx(plain, rel=1e-6)
         assert models == 1
 

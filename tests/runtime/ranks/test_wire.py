@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -42,14 +43,15 @@ class Pipeline:
         n_microbatches: int,
         replicas: tuple[int, ...],
         chunks: int,
-        shards: int = 1,
+        shards: int | tuple[int, ...] = 1,
         *,
         edges: Collection[tuple[int, int]] | None = None,
         part: str = "step",
         most_packed: int = -1,
     ) -> None:
-        """`edges`: (stage, later stage) that the first one sends to, beside the next one. Default: the next but one.
-        `part`: "step", or "forward" or "backward" for an execution of these actions alone. `most_packed`: of a wire."""
+        """`shards`: ranks of every slot, or of each. `edges`: (stage, later stage) that the first one sends to, beside
+        the next one. Default: the next but one. `part`: "step", or "forward" or "backward" for an execution of these
+        actions alone. `most_packed`: of a wire."""
         self.most_packed = most_packed
         self.table = make_schedule(name, n_microbatches, replicas, chunks=chunks)
         n, forward = self.table.n_stages, Phase.FORWARD
@@ -62,8 +64,10 @@ class Pipeline:
         ]
         # What a rank knows of the values that it has sent in an execution before.
         self.trained = {(*edge, i): (0,) for edge in sends for i in range(n_microbatches) if part == "backward"}
-        self.routes = Routes(tuple(tuple(range(k * shards, (k + 1) * shards)) for k in range(self.table.n_slots)))
-        self.n_ranks = self.table.n_slots * shards
+        widths = (shards,) * self.table.n_slots if isinstance(shards, int) else shards
+        ends = list(itertools.accumulate(widths))
+        self.routes = Routes(tuple(tuple(range(end - n, end)) for n, end in zip(widths, ends, strict=True)))
+        self.n_ranks = ends[-1]
         self.messages = messages(self.actions, self.table.slot_of, self.consumers, self.sources)
         self.execution = ExecutionMessages(self.messages, PARTS)
 
@@ -73,6 +77,8 @@ class Pipeline:
     def run(self, queues: PairQueues, kind: type[Wire] = Wire) -> None:
         """All ranks on threads. Raises what the first failing one raised."""
         errors: list[BaseException] = []
+        # Devices of a mesh meet in the collectives of every action.
+        meshes = [threading.Barrier(len(ranks), timeout=queues.patience) for ranks in self.routes.ranks]
 
         def work(rank: int) -> None:
             try:
@@ -80,7 +86,7 @@ class Pipeline:
                 trained = dict(self.trained)
                 wire = self.wire(rank, slot, queues, trained, kind)
                 for action in self.actions[slot]:
-                    self.act(wire, action)
+                    self.act(wire, action, meshes[slot].wait)
                 wire.finish()
             except BaseException as error:
                 errors.append(error)
@@ -100,9 +106,10 @@ class Pipeline:
         known.__dict__["receives"] = self.execution.receives
         return kind(rank, slot, self.routes, known, channel, rows, self.values, trained, most_packed=self.most_packed)
 
-    def act(self, wire: Wire, action: Action) -> None:
+    def act(self, wire: Wire, action: Action, compute: Callable[[], Any]) -> None:
         phase, stage, i = action
         if phase is Phase.WEIGHT:
+            compute()
             return
         slot = self.table.slot_of(stage, i)
         if phase is Phase.FORWARD:
@@ -113,6 +120,7 @@ class Pipeline:
                 assert torch.equal(found[1], content(address, 1))
                 assert (found[0].requires_grad, found[1].requires_grad) == (True, False)
                 assert (found[3], found[4]) == (7 + i, 0.1 * i)
+            compute()
             for target in self.consumers[stage]:
                 address = Address(Phase.FORWARD, stage, target, i)
                 values = {0: content(address, 0).requires_grad_(), 1: content(address, 1), 3: 7 + i, 4: 0.1 * i}
@@ -123,6 +131,7 @@ class Pipeline:
             found = wire.receive(slot, address)
             assert set(found) == ({0} if i % 2 else set())  # a gradient that is None stays None
             assert all(torch.equal(gradient, content(address, p)) for p, gradient in found.items())
+        compute()
         for source in self.sources[stage]:
             address = Address(Phase.BACKWARD, stage, source, i)
             wire.send(self.table.slot_of(source, i), address, {0: content(address, 0)} if i % 2 else {})
@@ -217,10 +226,11 @@ def test_a_backward_of_its_own_knows_what_an_earlier_forward_sent() -> None:
         Pipeline("1f1b", 4, (1, 1, 1), 1, part="backward").run(PairQueues(), kind)
 
 
-@pytest.mark.parametrize("shards", [2, 3])
-def test_every_rank_of_a_mesh_gets_every_message(shards: int) -> None:
+@pytest.mark.parametrize("shards", [2, 3, (2, 1, 4), (1, 3, 2)])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_every_rank_of_a_mesh_gets_every_message(name: str, shards: int | tuple[int, ...]) -> None:
     for kind in (Wire, ExchangeWire):
-        Pipeline("1f1b", 4, (1, 1, 1), 1, shards).run(PairQueues(), kind)
+        Pipeline(name, 5, (1, 1, 1), 1, shards).run(PairQueues(), kind)
 
 
 def two_ranks(queues: PairQueues) -> tuple[Wire, Wire]:

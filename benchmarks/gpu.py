@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_checks import FULL, PARTS, QUICK, Finding, Setting
+from benchmarks.gpu_checks import PARTS
 from benchmarks.gpu_models import MODELS, Builder, Subject
+from benchmarks.gpu_setting import FULL, QUICK, Finding, Setting
 from benchmarks.gpu_several import several
 from benchmarks.kept import Kept
 from benchmarks.output import Report, Table

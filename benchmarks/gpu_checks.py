@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -16,56 +13,27 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar import Cluster, PipelinedModule, Plan
-from autopar.runtime.comparing.contestants import predicted_memory
+from benchmarks.gpu_memory import growth, memory
 from benchmarks.gpu_models import Subject
-from benchmarks.memory import allocated, nbytes
+from benchmarks.gpu_setting import (
+    N_MICROBATCHES,
+    Finding,
+    Setting,
+    batches,
+    closing,
+    one_stage_plan,
+    skipped,
+    slots,
+    title,
+    train_step,
+    two_stage_plan,
+)
 from benchmarks.timing import Step, interleave, ratio
-from cost_models import parse_devices
 from cost_models.hardware.devices import synchronize
-from cost_models.memory.training_memory import FRAGMENTATION, WORKSPACE
 
-N_MICROBATCHES = 4
 CARDS = ("A100", "H100", "H200", "B200", "V100", "T4", "L4", "RTX 4090")  # whose data sheets are known
 
 Interval = tuple[float, float]  # start and end
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where and how long everything runs."""
-
-    device: torch.device
-    quick: bool
-    rounds: int  # of steps in turn: A B A B ...
-    seconds: float  # that each round of a system takes at least
-    steps: int  # of the long run
-    backend: str = "inductor"  # of torch.compile
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-
-FULL = (5, 0.5, 100)
-QUICK = (2, 0.0, 20)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One promise on one model."""
-
-    model: str
-    promise: str
-    goal: str
-    value: float | None  # in the unit of the goal; None: not measured
-    text: str  # the value as shown
-    met: bool | None  # None: not measured, or not judged
-    note: str = ""  # why not, or how measured
-
-
-def slots(setting: Setting, count: int) -> list[str]:
-    """`count` workers on the one device."""
-    return [str(setting.device)] * count
 
 
 def in_turn(
@@ -98,11 +66,11 @@ def in_turn(
 def wrapped(subject: Subject, setting: Setting) -> Iterator[Finding]:
     """The module wrapped for one device, against the model as it is."""
     work, device = subject.workload, [str(setting.device)]
-    with _closing(autopar.parallelize(work.model, device, tune=0, **subject.call)) as pm:
+    with closing(autopar.parallelize(work.model, device, tune=0, **subject.call)) as pm:
         systems: dict[str, Step] = {
             "eager": work.step,
             "wrapped": lambda: _call_and_backward(pm, subject),
-            "train_step": lambda: _train_step(pm, subject),
+            "train_step": lambda: train_step(pm, subject),
         }
         seconds = in_turn(systems, setting, work.clear)
     for name in ("wrapped", "train_step"):
@@ -114,7 +82,7 @@ def compiled(subject: Subject, setting: Setting) -> Iterator[Finding]:
     work, device = subject.workload, [str(setting.device)]
     plain = torch.compile(work.model, backend=setting.backend)
     options = {**subject.call, "tune": 0, "compile": setting.backend}
-    with _closing(autopar.parallelize(work.model, device, **options)) as pm:
+    with closing(autopar.parallelize(work.model, device, **options)) as pm:
         systems: dict[str, Step] = {
             "torch.compile": lambda: _call_and_backward(plain, subject),
             "wrapped": lambda: _call_and_backward(pm, subject),
@@ -127,21 +95,13 @@ def compiled(subject: Subject, setting: Setting) -> Iterator[Finding]:
 # -- two stages, and what was predicted -------------------------------------------------------------------------------
 
 
-def one_stage_plan(subject: Subject, n_microbatches: int) -> Plan:
-    return Plan.from_split({next(iter(subject.split)): 0}, n_microbatches=n_microbatches)
-
-
-def two_stage_plan(subject: Subject, n_microbatches: int) -> Plan:
-    return Plan.from_split(subject.split, n_microbatches=n_microbatches)
-
-
 def stages(subject: Subject, setting: Setting) -> Iterator[Finding]:
     """Two stages on one device against one stage there with the same micro-batches; predicted and measured steps."""
     work = subject.workload
     plans: dict[str, tuple[Plan, list[str]]] = {}
     for m in (1, N_MICROBATCHES):
-        plans[_title(1, m)] = one_stage_plan(subject, m), slots(setting, 1)
-        plans[_title(2, m)] = two_stage_plan(subject, m), slots(setting, 2)
+        plans[title(1, m)] = one_stage_plan(subject, m), slots(setting, 1)
+        plans[title(2, m)] = two_stage_plan(subject, m), slots(setting, 2)
     modules = {name: autopar.parallelize(work.model, where, plan=plan) for name, (plan, where) in plans.items()}
     try:
         systems = {name: _stepping(module, subject) for name, module in modules.items()}
@@ -150,13 +110,13 @@ def stages(subject: Subject, setting: Setting) -> Iterator[Finding]:
         for module in modules.values():
             module.close()
     for m in (1, N_MICROBATCHES):
-        promise = f"two stages on one device / one, {_batches(m)}"
-        yield _ratio(subject, promise, seconds[_title(2, m)], seconds[_title(1, m)], 1.05)
+        promise = f"two stages on one device / one, {batches(m)}"
+        yield _ratio(subject, promise, seconds[title(2, m)], seconds[title(1, m)], 1.05)
     for name, (plan, where) in plans.items():
         priced = autopar.plan(work.model, where, plan=plan, optimizer="none", tune=0, **subject.call)
         measured = median(seconds[name])
         yield _prediction(subject, f"step predicted by measured costs, {name}", priced, measured, 0.10)
-    yield _by_data_sheet(subject, setting, median(seconds[_title(1, 1)]))
+    yield _by_data_sheet(subject, setting, median(seconds[title(1, 1)]))
 
 
 def _by_data_sheet(subject: Subject, setting: Setting, measured: float) -> Finding:
@@ -192,79 +152,6 @@ def _prediction(
     return Finding(subject.name, promise, goal, error, f"{error:+.1%}", met, ", ".join(filter(None, (times, note))))
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def memory(subject: Subject, setting: Setting) -> Iterator[Finding]:
-    """Predicted against measured bytes at the peak of a training step with AdamW."""
-    plans = {
-        _title(1, 1): (one_stage_plan(subject, 1), slots(setting, 1)),
-        _title(1, N_MICROBATCHES): (one_stage_plan(subject, N_MICROBATCHES), slots(setting, 1)),
-        _title(2, N_MICROBATCHES): (two_stage_plan(subject, N_MICROBATCHES), slots(setting, 2)),
-    }
-    for name, (plan, where) in plans.items():
-        promise, goal = f"peak memory predicted, {name}", "within 5 %, under by at most 1 %"
-        if not setting.is_gpu and name != _title(1, 1):  # its workers' allocations are not those of this thread
-            yield _skipped(subject, promise, goal, "only a GPU counts what several threads allocate")
-            continue
-        optimizer = torch.optim.AdamW(subject.workload.model.parameters())
-        priced = autopar.plan(subject.workload.model, where, plan=plan, optimizer=optimizer, tune=0, **subject.call)
-        # Plans set the bytes of libraries aside on every device.
-        tensors, libraries = (
-            sum(predicted_memory(priced, parse_devices(where)).values()),
-            WORKSPACE[setting.device.type],
-        )
-        peak = _peak(subject, setting, plan, where, optimizer)
-        error = (tensors + libraries) / peak.allocated - 1
-        note = f"{(tensors + libraries) / 1e6:.4g} MB predicted, {peak.allocated / 1e6:.4g} measured"
-        if peak.requested:
-            note += f", of which {peak.requested / 1e6:.4g} asked for"
-        yield Finding(subject.name, promise, goal, error, f"{error:+.1%}", -0.01 <= error <= 0.05, note)
-        if peak.reserved:
-            aside = libraries + tensors * (1 + FRAGMENTATION[setting.device.type])
-            share = peak.reserved / aside
-            promise, goal = f"memory taken from the driver / set aside by the plan, {name}", "at most 1"
-            note = f"{peak.reserved / 1e6:.4g} MB taken, {aside / 1e6:.4g} set aside"
-            yield Finding(subject.name, promise, goal, share, f"{share:.3f}", share <= 1, note)
-
-
-class _Peak(NamedTuple):
-    """Bytes at the peak of a step."""
-
-    allocated: int
-    requested: int = 0  # on a GPU: allocated, without what is left over of blocks that were not cut
-    reserved: int = 0  # on a GPU: blocks and the gaps between them
-
-
-def _peak(
-    subject: Subject, setting: Setting, plan: Plan, where: Sequence[str], optimizer: torch.optim.Optimizer
-) -> _Peak:
-    """Of a step whose optimizer has its states. On a GPU, of everything that lies there."""
-    work = subject.workload
-    if setting.is_gpu:
-        torch.cuda.empty_cache()
-    with _closing(autopar.parallelize(work.model, list(where), plan=plan)) as pm:
-
-        def step() -> None:
-            _train_step(pm, subject)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(2):
-            step()
-        gc.collect()
-        if setting.is_gpu:
-            synchronize(setting.device)
-            torch.cuda.reset_peak_memory_stats(setting.device)
-            step()
-            synchronize(setting.device)
-            found = torch.cuda.memory_stats(setting.device)
-            return _Peak(*(found[f"{kind}_bytes.all.peak"] for kind in _Peak._fields))
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        held = [*work.model.parameters(), *work.model.buffers(), *work.inputs.values(), work.target, *states]
-        return _Peak(nbytes(held) + allocated(step)[0])
-
-
 # -- what runs at once, and what waits --------------------------------------------------------------------------------
 
 
@@ -272,11 +159,11 @@ def overlap(subject: Subject, setting: Setting) -> Iterator[Finding]:
     """Copies of micro-batches from the host while kernels run, as the profiler's trace has them."""
     promise, goal = "copies overlapped with computing", "some"
     if not setting.is_gpu:
-        yield _skipped(subject, promise, goal, "CPU workers share one memory and copy nothing")
+        yield skipped(subject, promise, goal, "CPU workers share one memory and copy nothing")
         return
     work = subject.workload
     inputs = {name: x.cpu().pin_memory() for name, x in work.inputs.items()}
-    with _closing(autopar.parallelize(work.model, slots(setting, 2), plan=two_stage_plan(subject, 8))) as pm:
+    with closing(autopar.parallelize(work.model, slots(setting, 2), plan=two_stage_plan(subject, 8))) as pm:
         for _ in range(3):
             pm.train_step(**inputs, target=work.target, loss_fn=work.loss)
         synchronize(setting.device)
@@ -323,51 +210,25 @@ def no_wait(subject: Subject, setting: Setting) -> Iterator[Finding]:
     """A step in which every wait of the host for the GPU is an error."""
     promise, goal = "no host synchronisation in a step", "none"
     if not setting.is_gpu:
-        yield _skipped(subject, promise, goal, "only a GPU can be waited for")
+        yield skipped(subject, promise, goal, "only a GPU can be waited for")
         return
     work = subject.workload
     for n_stages, plan in ((1, one_stage_plan(subject, N_MICROBATCHES)), (2, two_stage_plan(subject, N_MICROBATCHES))):
-        title = f"{promise}, {_title(n_stages, N_MICROBATCHES)}"
-        with _closing(autopar.parallelize(work.model, slots(setting, n_stages), plan=plan)) as pm:
+        of_plan = f"{promise}, {title(n_stages, N_MICROBATCHES)}"
+        with closing(autopar.parallelize(work.model, slots(setting, n_stages), plan=plan)) as pm:
             for _ in range(3):
-                _train_step(pm, subject)
+                train_step(pm, subject)
             error = ""
             before = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("error")
             try:
-                _train_step(pm, subject)
+                train_step(pm, subject)
             except RuntimeError as raised:
                 error = str(raised).partition("\n")[0]
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         work.clear()
-        yield Finding(subject.name, title, goal, float(bool(error)), "some" if error else "none", not error, error)
-
-
-def growth(subject: Subject, setting: Setting) -> Iterator[Finding]:
-    """Bytes in use after many steps of two stages, less those after the first few. Two samples a step."""
-    work = subject.rows(2)
-    promise = f"growth of memory over {setting.steps} steps"
-    with _closing(autopar.parallelize(work.model, slots(setting, 2), plan=two_stage_plan(subject, 2))) as pm:
-
-        def run(count: int) -> int:
-            for _ in range(count):
-                pm.train_step(**work.inputs, target=work.target, loss_fn=work.loss)
-                work.clear()
-            return in_use(setting.device)
-
-        first = run(10)
-        grown = run(setting.steps) - first
-    yield Finding(subject.name, promise, "0 bytes", float(grown), f"{grown} bytes", grown <= 0)
-
-
-def in_use(device: torch.device) -> int:
-    """Bytes of the tensors on a device."""
-    gc.collect()
-    if device.type == "cuda":
-        synchronize(device)
-        return torch.cuda.memory_allocated(device)
-    return nbytes(x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
+        yield Finding(subject.name, of_plan, goal, float(bool(error)), "some" if error else "none", not error, error)
 
 
 # -- shared -----------------------------------------------------------------------------------------------------------
@@ -383,41 +244,16 @@ PARTS: tuple[Callable[[Subject, Setting], Iterator[Finding]], ...] = (
 )
 
 
-@contextmanager
-def _closing(module: PipelinedModule) -> Iterator[PipelinedModule]:
-    try:
-        yield module
-    finally:
-        module.close()
-
-
 def _call_and_backward(module: Any, subject: Subject) -> None:
     work = subject.workload
     work.loss(module(**work.inputs), work.target).backward()
 
 
-def _train_step(module: PipelinedModule, subject: Subject) -> None:
-    work = subject.workload
-    module.train_step(**work.inputs, target=work.target, loss_fn=work.loss)
-
-
 def _stepping(module: PipelinedModule, subject: Subject) -> Step:
-    return lambda: _train_step(module, subject)
-
-
-def _title(n_stages: int, n_microbatches: int) -> str:
-    return f"{n_stages} stage{'s' if n_stages > 1 else ''}, {_batches(n_microbatches)}"
-
-
-def _batches(count: int) -> str:
-    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    return lambda: train_step(module, subject)
 
 
 def _ratio(subject: Subject, promise: str, mine: Sequence[float], other: Sequence[float], most: float) -> Finding:
     value = ratio(mine, other)
     note = f"{median(mine) * 1e3:.4g} ms, {median(other) * 1e3:.4g} ms"
     return Finding(subject.name, promise, f"at most {most:g}", value, f"{value:.3f}", value <= most, note)
-
-
-def _skipped(subject: Subject, promise: str, goal: str, why: str) -> Finding:
-    return Finding(subject.name, promise, goal, None, "", None, why)

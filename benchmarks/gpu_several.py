@@ -23,8 +23,9 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import autopar
-from benchmarks.gpu_checks import Finding, Setting, in_turn
+from benchmarks.gpu_checks import in_turn
 from benchmarks.gpu_models import MODELS, Subject
+from benchmarks.gpu_setting import Finding, Setting
 from benchmarks.timing import Step, ratio
 from cost_models.hardware.devices import synchronize
 

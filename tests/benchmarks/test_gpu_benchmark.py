@@ -15,21 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import DeviceType
 
-from benchmarks import gpu, gpu_checks, gpu_several
+from benchmarks import gpu, gpu_memory, gpu_several
 from benchmarks.__main__ import main
 from benchmarks.gpu_checks import (
     PARTS,
-    Finding,
-    Setting,
     copies_and_kernels,
     data_sheet,
-    growth,
     in_turn,
-    in_use,
     no_wait,
     overlapped,
 )
+from benchmarks.gpu_memory import growth, in_use
 from benchmarks.gpu_models import MODELS
+from benchmarks.gpu_setting import Finding, Setting
 from benchmarks.machine import gpu_header
 from cost_models.hardware import devices
 
@@ -295,7 +293,7 @@ def test_a_step_that_leaves_something_behind_is_found(monkeypatch: pytest.Monkey
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(gpu_checks.autopar, "parallelize", lambda *args, **options: Leaking())
+    monkeypatch.setattr(gpu_memory.autopar, "parallelize", lambda *args, **options: Leaking())
     (finding,) = growth(MODELS["gpt2"](CPU, True), replace(TINY, steps=7))
     assert finding.value == 700
     assert finding.met is False

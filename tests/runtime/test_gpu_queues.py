@@ -26,7 +26,7 @@ from torch.nn.functional import mse_loss
 import autopar
 from autopar import DeviceError, PipelinedModule, Plan
 from autopar.costs.history import recall
-from benchmarks.gpu_checks import in_use
+from benchmarks.gpu_memory import in_use
 from cost_models.hardware.devices import synchronize
 
 

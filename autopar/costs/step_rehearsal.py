@@ -9,7 +9,7 @@ the last one are those of a step. Equal stages, and stages that occur in several
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,7 +68,7 @@ class RehearsedStage:
     """A stage of a lowered plan, apart from its passes."""
 
     held: tuple[HeldTensor, ...]
-    batch_bytes: int  # of the model's inputs that it reads, the whole batch
+    reads: Mapping[int, int]  # of the model's inputs: its number -> bytes of the whole batch
     sends: Mapping[int, tuple[int, ...]]  # stage that reads its outputs -> which of them
 
 
@@ -90,21 +90,26 @@ class StepRehearsal:
         autocasts: Mapping[str, Autocast] | None = None,
         threads: Mapping[str, int] | None = None,
         gpus: Mapping[str, torch.device] | None = None,
+        places: Mapping[str, torch.device] | None = None,
     ) -> None:
         """`device_types`: device kind -> "cpu" or "cuda". `loss_inside`: micro-batches have losses of their own; else
         the caller computes it on the outputs of the whole batch. `autocasts`: by device type, what steps run under;
         None: off. `threads`: of operators on a CPU, by device kind; several where they are not known. `gpus`: by device
-        kind, a GPU at hand, on which convolutions run to see their workspaces."""
+        kind, a GPU at hand, on which convolutions run to see their workspaces. `places`: of devices at hand, by name,
+        where their tensors lie."""
         self.program, self.batching, self.training = program, batching, training
         self.device_types = device_types
         self._autocasts, self._threads, self._gpus = autocasts or {}, threads or {}, gpus or {}
         self.loss_inside = loss_inside
+        self._places = places or {}
+        self._lie_on = tuple(x.device if isinstance(x, torch.Tensor) else None for x in leaves)
         target = torch_private.tree_map(on_meta, target)
         self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, target, target_dims)
         self._targets = tuple(tensors_in(list(torch_private.tree_leaves(target)))) if loss_fn is not None else ()
         self._beside = tuple(trained_tensors(loss_fn).values())  # they would get gradients without values
         self._lowered: dict[tuple[Any, ...], Lowered] = {}
         self._known: dict[Any, MicroBatchMemory] = {}
+        self._outputs: dict[tuple[int, int, str], tuple[Any, ...]] = {}  # by stage, rows and device kind
         self._signatures: dict[int, tuple[Any, ...]] = {}
         self._splits: dict[int, SizeSplit | None] = {}
 
@@ -116,6 +121,7 @@ class StepRehearsal:
         autocasts: Mapping[str, Autocast] | None = None,
         threads: Mapping[str, int] | None = None,
         gpus: Mapping[str, torch.device] | None = None,
+        places: Mapping[str, torch.device] | None = None,
     ) -> StepRehearsal:
         return cls(
             example.program,
@@ -130,6 +136,7 @@ class StepRehearsal:
             autocasts=autocasts,
             threads=threads,
             gpus=gpus,
+            places=places,
         )
 
     @classmethod
@@ -138,12 +145,21 @@ class StepRehearsal:
         types = {device.kind: device.torch_device.type for device in devices}
         threads = {device.kind: device.threads for device in devices}
         gpus = {device.kind: device.torch_device for device in devices if device.torch_device.type == "cuda"}
-        return cls.of(example, types, autocasts(types.values()), threads, gpus)
+        places = {device.name: device.torch_device for device in devices}
+        return cls.of(example, types, autocasts(types.values()), threads, gpus, places)
 
     @property
     def target_bytes(self) -> int:
         """Of the targets of the whole batch."""
         return _storage_bytes(self._targets)
+
+    def there(self, device: str, kind: str) -> frozenset[int]:
+        """Which of the model's inputs lie where a device computes when a step begins: it reads views of the caller's
+        batch, and of the others copies. CPUs read all of them where they are, and GPUs that are not at hand none."""
+        if self.device_types[kind] == "cpu":
+            return frozenset(range(len(self._lie_on)))
+        place = self._places.get(device)
+        return frozenset(number for number, lies in enumerate(self._lie_on) if lies is not None and lies == place)
 
     # -- stages -----------------------------------------------------------------------------------------------------
 
@@ -170,13 +186,13 @@ class StepRehearsal:
             )
             for t in own
         }
-        batch = [self._calls.leaves[i] for i in stage.model_inputs]
+        reads = {i: _storage_bytes(tensors_in(self._calls.leaves[i])) for i in stage.model_inputs}
         sends = {
             later.index: tuple(position for source, position in later.received if source == index)
             for later in lowered.stages
             if index in later.sources
         }
-        return RehearsedStage(tuple(held.values()), _storage_bytes(tensors_in(batch)), sends)
+        return RehearsedStage(tuple(held.values()), reads, sends)
 
     def passes(
         self,
@@ -184,6 +200,7 @@ class StepRehearsal:
         index: int,
         rows: int,
         kind: str,
+        there: Collection[int] = (),
         *,
         recompute: bool = False,
         several: bool = True,
@@ -191,12 +208,13 @@ class StepRehearsal:
     ) -> MicroBatchMemory:
         """The passes of a micro-batch of `rows` samples through a stage on a device of `kind`.
 
-        `several`: others come before or after it. `in_parts`: backwards come in two parts. Raises NotRehearsed for an
+        `there`: which of the model's inputs are views of the caller's batch, which is not counted here. `several`:
+        other micro-batches come before or after it. `in_parts`: backwards come in two parts. Raises NotRehearsed for an
         operator that needs the values of tensors.
         """
         stage, device_type = lowered.stages[index], self.device_types[kind]
         in_parts = in_parts and not stage.uncaptured  # the runtime has whole backwards there
-        inputs, held = self._stage_inputs(lowered, stage, rows, kind)
+        inputs = self._stage_inputs(lowered, stage, rows, kind)
         if stage.layerwise and any(isinstance(x, TensorSpec) and x.requires_grad for x in inputs):
             in_parts = False
         last = index == len(lowered.stages) - 1
@@ -204,7 +222,7 @@ class StepRehearsal:
         autocast = self._autocasts.get(device_type, Autocast(device_type))
         passes = PassConditions(
             tuple(inputs),
-            held=held,
+            held=frozenset(place for place, i in enumerate(stage.model_inputs) if i in there),
             start="loss" if loss is not None else "caller" if last else "received",
             recompute=recompute,
             training=self.training,
@@ -223,7 +241,13 @@ class StepRehearsal:
                     self._known[key] = self._rehearsed(stage, whole, several, split, gpu)
             except RuntimeError as error:  # torch's for what has no result without values; NotImplementedError is one
                 raise NotRehearsed(f"an operator of stage {index} needs values: {first_line(error)}") from error
+        self._outputs[id(stage), rows, kind] = self._known[key].outputs
         return self._known[key]
+
+    def outputs(self, lowered: Lowered, index: int, rows: int, kind: str) -> tuple[Any, ...]:
+        """Of a stage, for `rows` samples: a TensorSpec for each tensor."""
+        key = id(lowered.stages[index]), rows, kind  # stages live as long as this: `_lowered` holds them
+        return self._outputs[key] if key in self._outputs else self.passes(lowered, index, rows, kind).outputs
 
     def _rehearsed(
         self,
@@ -247,13 +271,11 @@ class StepRehearsal:
         sizes = [passes.inputs[place].shape[dim] for place, dim in apart.sizes]
         return rehearsed(apart.rest, passes, split=split, shared=(apart.values, sizes))
 
-    def _stage_inputs(self, lowered: Lowered, stage: StageProgram, rows: int, kind: str) -> tuple[list[Any], int]:
-        """The inputs of a stage, and how many of them are views of the caller's batch: on a CPU it is not copied."""
+    def _stage_inputs(self, lowered: Lowered, stage: StageProgram, rows: int, kind: str) -> list[Any]:
         pieces = self._calls.inputs(rows)
         own = [_spec(pieces[i]) for i in stage.model_inputs]
-        held = len(own) if self.device_types[kind] == "cpu" else 0
-        sent = {source: self.passes(lowered, source, rows, kind).outputs for source in stage.sources}
-        return [*own, *(sent[source][position] for source, position in stage.received)], held
+        sent = {source: self.outputs(lowered, source, rows, kind) for source in stage.sources}
+        return [*own, *(sent[source][position] for source, position in stage.received)]
 
     def _loss(self, lowered: Lowered, rows: int) -> Loss | None:
         """The loss of a micro-batch, of what the last stage returns."""
@@ -278,7 +300,7 @@ class StepRehearsal:
     def whole_outputs(self, lowered: Lowered, rows: int, kind: str) -> list[TensorSpec]:
         """The model's outputs for the whole batch, joined from micro-batches of `rows` samples."""
         last = len(lowered.stages) - 1
-        outputs = self.passes(lowered, last, rows, kind).outputs
+        outputs = self.outputs(lowered, last, rows, kind)
         batch, found = max(self.program.batch_size, 1), []
         for result, how in zip(lowered.results, self.batching.outputs, strict=True):
             spec = None if isinstance(result, Constant) else outputs[result]

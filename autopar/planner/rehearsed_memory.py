@@ -2,10 +2,12 @@
 
 A slot does its actions one after the other, so what it holds follows from the order of its table, whatever each takes:
 
-    parameters, buffers, optimizer state, the batch             all the time
+    parameters, buffers, optimizer state, the batch (1)         all the time
     F i      its highest, then what the forward keeps
     B i      its highest, then less: activations go, gradients of parameters stay
     step     gradients and what the optimizer needs besides
+
+    (1) of the model's inputs those that lie where the slot computes; of the others, forwards get copies
 
 Copies between GPUs hold what they read for some more actions (`schedule/transit.py`). What waits between stages comes
 on top (`waiting_messages.py`): at least what waits in every run, at the most what may wait in one, as other workers are
@@ -112,7 +114,7 @@ class _Step:
             StagePeak(
                 max(peaks[slot][1] for slot in self._schedule.slots_of(stage)),
                 max(peaks[slot][0] for slot in self._schedule.slots_of(stage)),
-                self._passes[stage, self._sizes[0]].forward.left,
+                self._memory(stage, 0).forward.left,
             )
             for stage in range(len(self._stages))
         )
@@ -125,19 +127,6 @@ class _Step:
             raise NotRehearsed(f"{n_stages} stages, but operators fill only {len(lowered.stages)}")
         self._lowered: Lowered = lowered
         self._stages: list[RehearsedStage] = [rehearsal.stage(lowered, index) for index in range(n_stages)]
-        self._passes: dict[tuple[int, int], MicroBatchMemory] = {
-            (index, rows): rehearsal.passes(
-                lowered,
-                index,
-                rows,
-                self._kinds[index],
-                recompute=arrangement.recompute[index] == Recompute.STAGE,
-                several=arrangement.n_microbatches > 1,
-                in_parts=arrangement.schedule == "zb-h1",
-            )
-            for index in range(n_stages)
-            for rows in dict.fromkeys(self._sizes)
-        }
         replicas = tuple(map(len, arrangement.ranks))
         m = arrangement.n_microbatches
         schedule = make_schedule(arrangement.schedule, m, replicas, chunks=arrangement.chunks, training=costs.training)
@@ -145,6 +134,23 @@ class _Step:
         self._schedule: Schedule = phased(schedule) if self._barrier else schedule
         if sum(map(len, self._schedule.actions)) * self._schedule.n_slots > _MOST_PAIRS:
             raise NotRehearsed(f"{self._schedule.n_slots} slots are too many to tell which messages wait")
+        groups = [group for rank in arrangement.ranks for group in rank]
+        self._there = [rehearsal.there(group.first, group.kind) for group in groups]  # by slot
+        self._passes: dict[tuple[int, int, frozenset[int]], MicroBatchMemory] = {
+            (index, rows, there): rehearsal.passes(
+                lowered,
+                index,
+                rows,
+                self._kinds[index],
+                there,
+                recompute=arrangement.recompute[index] == Recompute.STAGE,
+                several=arrangement.n_microbatches > 1,
+                in_parts=arrangement.schedule == "zb-h1",
+            )
+            for index in range(n_stages)
+            for rows in dict.fromkeys(self._sizes)
+            for there in dict.fromkeys(self._there[slot] for slot in self._schedule.slots_of(index))
+        }
         sources = [stage.sources for stage in lowered.stages]
         self._precedence = Precedence(self._schedule, sources, barrier=self._barrier)
         self._shared = rehearsal.device_types[self._kinds[0]] == "cpu"
@@ -152,6 +158,11 @@ class _Step:
         for index, stage in enumerate(self._stages):
             for held in stage.held:
                 self._holders.setdefault(held.storage, index)
+
+    def _memory(self, stage: int, microbatch: int) -> MicroBatchMemory:
+        """Of a micro-batch's passes, on the slot that runs them."""
+        slot = self._schedule.slot_of(stage, microbatch)
+        return self._passes[stage, self._sizes[microbatch], self._there[slot]]
 
     # -- one slot ---------------------------------------------------------------------------------------------------
 
@@ -161,7 +172,7 @@ class _Step:
         stages = schedule.stages_of(slot)
         now = self._resident(slot, stages)
         certain = peak = now
-        now += sum(self._passes[stage, self._sizes[0]].casts for stage in stages)  # to the end of all passes
+        now += sum(self._memory(stage, 0).casts for stage in stages)  # to the end of all passes
         messages = waiting(slot, self._precedence, self._messages_of(slot), shared=self._shared)
         certain_transit, transit = self._in_transit(slot)
         last = len(self._stages) - 1
@@ -185,7 +196,7 @@ class _Step:
 
     def _change(self, action: Action, *, first: bool) -> MemoryChange:
         """`first`: no backward, or part of one, of the stage has run here."""
-        memory = self._passes[action.stage, self._sizes[action.microbatch]]
+        memory = self._memory(action.stage, action.microbatch)
         if action.phase is Phase.FORWARD:
             return memory.forward
         parts = memory.first_backward if first else memory.backward
@@ -194,15 +205,16 @@ class _Step:
         return parts[1] if len(parts) > 1 else MemoryChange()  # code that runs uncaptured has whole backwards
 
     def _resident(self, slot: int, stages: Sequence[int]) -> int:
-        """Parameters, buffers, the optimizer's state, and on a CPU the caller's batch."""
+        """Parameters, buffers, the optimizer's state, and of the caller's batch what lies and is read here."""
         held = {one.storage: one for stage in stages for one in self._stages[stage].held}
         nbytes = sum(one.nbytes for one in held.values())
         if self._costs.training:
             nbytes += sum(self._wider(one) for one in held.values())
         nbytes += sum(int(self._weight(one).state(self._conditions.optimizer)) for one in self._updated(slot, stages))
-        if self._shared:
-            nbytes += max(self._stages[stage].batch_bytes for stage in stages)
-        nbytes += sum(self._passes[stage, rows].shared for stage in stages for rows in dict.fromkeys(self._sizes))
+        reads = {number: size for stage in stages for number, size in self._stages[stage].reads.items()}
+        nbytes += sum(size for number, size in reads.items() if number in self._there[slot])
+        of_each_size = {rows: microbatch for microbatch, rows in enumerate(self._sizes)}.values()
+        nbytes += sum(self._memory(stage, microbatch).shared for stage in stages for microbatch in of_each_size)
         if len(self._stages) - 1 in stages and self._costs.training:
             nbytes += self._rehearsal.target_bytes
         return nbytes
@@ -288,8 +300,9 @@ class _Step:
         return in_transit(actions, sent), in_transit(actions, [*sent, *inputs])
 
     def _input_bytes(self, forward: Action) -> int:
-        """Of the model's inputs, and the target, that an action gets."""
-        nbytes = self._stages[forward.stage].batch_bytes
+        """Of the model's inputs, and the target, that an action gets as copies."""
+        there = self._there[self._schedule.slot_of(forward.stage, forward.microbatch)]
+        nbytes = sum(size for number, size in self._stages[forward.stage].reads.items() if number not in there)
         if forward.stage == len(self._stages) - 1 and self._rehearsal.loss_inside:
             nbytes += self._rehearsal.target_bytes
         return nbytes * self._sizes[forward.microbatch] // sum(self._sizes)
@@ -325,7 +338,7 @@ class _Step:
         weights = Action(Phase.WEIGHT, stage, microbatch)
         whole = (Action(phase, stage, microbatch) for phase in (Phase.BACKWARD, Phase.INPUT))
         found = next(action for action in whole if action in self._precedence.place)
-        in_one = len(self._passes[stage, self._sizes[microbatch]].backward) == 1
+        in_one = len(self._memory(stage, microbatch).backward) == 1
         return weights if weights in self._precedence.place and not in_one else found
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -335,15 +348,15 @@ class _Step:
         schedule = self._schedule
         for source, stage in enumerate(self._stages):
             for target, positions in stage.sends.items():
-                for microbatch, rows in enumerate(self._sizes):
+                for microbatch in range(len(self._sizes)):
                     sends = schedule.slot_of(source, microbatch) == slot
                     if sends == (schedule.slot_of(target, microbatch) == slot):
                         continue
-                    memory = self._passes[source, rows]
+                    memory = self._memory(source, microbatch)
                     sent = [memory.outputs[position] for position in positions]
                     tensors = [spec for spec in sent if isinstance(spec, TensorSpec)]
                     gradient = sum(spec.nbytes for spec in tensors if spec.requires_grad)
-                    of_target = self._passes[target, rows]
+                    of_target = self._memory(target, microbatch)
                     yield WaitingMessage(
                         source,
                         target,

@@ -24,8 +24,8 @@ class MemoryWatch:
 
     Every CPU worker is a place of its own, although all share one memory. It holds a storage (parameter, gradient,
     input, activation) from its first operator that uses it until the storage is freed. A GPU is one place, however
-    many workers it has. Its bytes are those allocated at the peak beyond those before the step, plus the parameters and
-    buffers that were there already.
+    many workers it has. Its bytes are those allocated at the peak beyond those before the step, plus the parameters,
+    buffers and inputs that were there already.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -39,7 +39,7 @@ class MemoryWatch:
 
     @contextmanager
     def step(self, resident: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Measure one step. `resident`: the parameters and buffers of the module."""
+        """Measure one step. `resident`: the parameters and buffers of the module, and what it is called with."""
         gpus = {d.torch_device for d in self.devices if not d.shares_process_memory}
         before = {}
         for gpu in gpus:

@@ -97,7 +97,7 @@ class MicroBatchMemory:
 class PassConditions:
     """How a graph runs.
 
-    `inputs`: a TensorSpec for each tensor; other values as they are. `held`: how many of them are there in any case,
+    `inputs`: a TensorSpec for each tensor; other values as they are. `held`: which of them are there in any case,
     because they are views of the caller's batch, which is not counted here. `start`: where a backward starts: at
     gradients of the outputs that come from another device, at the caller's, which are not counted, or at the loss.
     Every output that requires a gradient is taken to receive one: what later stages merely pass on to the caller, such
@@ -105,7 +105,7 @@ class PassConditions:
     """
 
     inputs: tuple[Any, ...]
-    held: int = 0
+    held: frozenset[int] = frozenset()
     start: Literal["received", "caller", "loss"] = "received"
     loss: Loss | None = None  # of the graph's outputs, on tensors that are not counted
     known: tuple[torch.Tensor, ...] = ()  # those tensors
@@ -179,10 +179,9 @@ class _Rehearsal:
         convolutions = partial(kernels, threads=passes.threads) if on_cpu else workspaces
         self._allocations = Allocations(BLOCK[passes.device_type], convolutions=convolutions)
         self._start = 0  # event at which the current pass starts
-        own = [x.empty() if isinstance(x, TensorSpec) else x for x in passes.inputs[: passes.held]]
-        self._pieces = [x.detach() if isinstance(x, torch.Tensor) else x for x in own]
-        self._gradients = [bool(isinstance(x, torch.Tensor) and x.requires_grad) for x in own]
-        there = [*self._module.parameters(), *self._module.buffers(), *tensors_in(self._pieces), *passes.known]
+        held = {number: passes.inputs[number] for number in sorted(passes.held)}
+        self._pieces = {number: x.empty() for number, x in held.items() if isinstance(x, TensorSpec)}
+        there = [*self._module.parameters(), *self._module.buffers(), *self._pieces.values(), *passes.known]
         self._allocations.record(there)
         self._values: tuple[Any, ...] = ()  # that all micro-batches share
         if shared is not None:
@@ -275,13 +274,15 @@ class _Rehearsal:
         return [x.empty().detach() if w else None for x, w in zip(self.outputs, wanted, strict=True)]
 
     def _receive(self) -> None:
-        received = [x.empty() if isinstance(x, TensorSpec) else x for x in self._passes.inputs[self._passes.held :]]
-        self._allocations.record(tensors_in(received))
-        pieces = [
-            x.detach().requires_grad_(needed) if isinstance(x, torch.Tensor) else x
-            for x, needed in zip(self._pieces, self._gradients, strict=True)
+        self._leaves = [
+            self._pieces[number].detach().requires_grad_(x.requires_grad)
+            if number in self._pieces
+            else x.empty()
+            if isinstance(x, TensorSpec)
+            else x
+            for number, x in enumerate(self._passes.inputs)
         ]
-        self._leaves = [*pieces, *received]
+        self._allocations.record(tensors_in(self._leaves))
 
     def _compute(self, *, again: bool) -> tuple[Any, ...]:
         keep_nothing = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _forgotten)

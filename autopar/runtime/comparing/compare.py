@@ -124,7 +124,7 @@ def _run_comparison(
                 c.plan,
                 seconds,
                 predicted_memory(c.plan, devices),
-                measured_memory(c, devices),
+                measured_memory(c, example, devices),
                 c.plan is plain or runs_as_predicted(c.plan, devices, callers),
             )
             for c, seconds in zip(ready, steps, strict=False)  # those of other systems come after

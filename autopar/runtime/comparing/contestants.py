@@ -245,11 +245,13 @@ def timed_step(step: Callable[[], object], clear: Callable[[], None], devices: S
     return seconds
 
 
-def measured_memory(contestant: Contestant, devices: Sequence[Device]) -> dict[str, int]:
+def measured_memory(contestant: Contestant, example: Example, devices: Sequence[Device]) -> dict[str, int]:
     """Bytes at the peak of one more step, by place (`MemoryWatch`). Counting bytes slows this step down."""
     contestant.model.zero_grad(set_to_none=True)
     watch = MemoryWatch([d for d in devices if d.name in contestant.plan.used_devices])
-    resident = [*contestant.model.parameters(), *contestant.model.buffers()]
+    given = torch_private.tree_leaves((example.args, example.kwargs, example.target))
+    batch = [x for x in given if isinstance(x, torch.Tensor)]
+    resident = [*contestant.model.parameters(), *contestant.model.buffers(), *batch]
     with watch.step(resident), contestant.device_context(watch), _no_repeated_warnings():
         contestant.step()
     contestant.model.zero_grad(set_to_none=True)

@@ -8,8 +8,8 @@ besides the result. It runs in a thread of its own, because modes that rehearse 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
@@ -49,7 +49,8 @@ def _workspace(func: Any, args: tuple[Any, ...], gpu: torch.device) -> int:
     key = (func, specs, gpu, *torch_environment()["settings"].values())
     if key not in _known:
         try:
-            _known[key] = _in_a_thread(lambda: _allocated(func, specs, gpu))
+            with ThreadPoolExecutor(1) as thread:
+                _known[key] = thread.submit(_allocated, func, specs, gpu).result()
         except torch.OutOfMemoryError:
             log.warning("a convolution of %s does not fit %s: its workspace is not counted", specs[0], gpu)
             _known[key] = 0
@@ -85,21 +86,3 @@ def _made(spec: Any, gpu: torch.device) -> Any:
 def _asked_for(gpu: torch.device) -> int:
     """Bytes that torch's allocator was asked for since the process began."""
     return cast(int, torch.cuda.memory_stats(gpu)["requested_bytes.all.allocated"])
-
-
-def _in_a_thread(work: Callable[[], int]) -> int:
-    found: list[int] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="autopar-workspaces")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]

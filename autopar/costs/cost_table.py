@@ -135,12 +135,15 @@ class CostTable:
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
         """(forward [nodes], backward [nodes], loss) at a micro-batch of `rows` samples.
 
-        Linear between the sizes that are known or can be estimated, and beyond them along the nearest two; never below
-        zero.
+        Linear between the sizes that are known or can be estimated, and beyond them along the nearest two. But a sample
+        of fewer than were measured takes no less time than one of the smallest size, apart from the accumulation of
+        gradients; and more samples than were measured take no less time than the largest size.
         """
         if self.estimate is not None and not (len(self.rows) == 1 and rows == self.rows[0]):
             return self._estimated(rows)
-        forward, backward, loss = (_interpolate(self.rows, a, rows) for a in (self.forward, self.backward, self.loss))
+        fixed = 0.0 if self.accumulation is None else np.minimum(self.accumulation, self.backward.min(axis=0))
+        forward, loss = (_interpolate(self.rows, a, rows) for a in (self.forward, self.loss))
+        backward = fixed + _interpolate(self.rows, self.backward - fixed, rows)
         return forward, backward, (float(loss[0]), float(loss[1]))
 
     def _estimated(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
@@ -235,9 +238,14 @@ class Calls:
 
 
 def _interpolate(rows: tuple[int, ...], values: np.ndarray, at: float) -> np.ndarray:
+    """[nodes] seconds of `at` samples, from those of `rows` samples ([rows, nodes])."""
+    proportional: np.ndarray = values[0] * (at / rows[0])
     if len(rows) == 1:
-        return np.asarray(values[0] * (at / rows[0]))
+        return proportional
     upper = min(max(int(np.searchsorted(rows, at)), 1), len(rows) - 1)
     low, high = rows[upper - 1], rows[upper]
     weight = (at - low) / (high - low)
-    return np.maximum(values[upper - 1] * (1 - weight) + values[upper] * weight, 0.0)
+    line = values[upper - 1] * (1 - weight) + values[upper] * weight
+    # Passes of few samples often find more in the caches. The line through such sizes soon falls below zero.
+    least = proportional if at < low else values[-1] if at > high else 0.0
+    return np.asarray(np.maximum(line, least))

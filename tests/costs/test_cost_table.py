@@ -42,6 +42,29 @@ def test_costs_on_a_line_are_met_exactly_at_any_size(
     assert loss == pytest.approx((expected, 2 * expected), abs=1e-9)
 
 
+@given(st.data(), rows, st.integers(1, 2000), st.booleans())
+def test_sizes_beyond_the_measured_ones_are_not_faster_than_these(
+    data: st.DataObject, rows: tuple[int, ...], at: int, accumulates: bool
+) -> None:
+    """Fewer samples find more in the caches, and noise does the rest: a line through the sizes may fall below zero."""
+    seconds = st.lists(amounts, min_size=2, max_size=2)
+    forward, backward, loss = (
+        np.array(data.draw(st.lists(seconds, min_size=len(rows), max_size=len(rows)))) for _ in range(3)
+    )
+    added = np.array(data.draw(seconds)) if accumulates else None
+    table = CostTable("a kind", 1, ("a", "b"), rows, forward, backward, loss, accumulation=added)
+    fixed = np.zeros(2) if added is None else np.minimum(added, backward.min(axis=0))
+    found = table.at(at)
+    for values, mine, once in zip((forward, backward, loss), map(np.array, found), (0, fixed, 0), strict=True):
+        assert (mine >= once).all()
+        if at < rows[0]:
+            assert (mine - once >= (values[0] - once) * at / rows[0] - 1e-12).all()
+        if at > rows[-1]:
+            assert (mine >= values[-1] - 1e-12).all()
+        if at in rows:
+            assert mine == pytest.approx(values[rows.index(at)])
+
+
 @pytest.mark.parametrize("wrong", [(), (4, 4), (8, 4), (0, 4)])
 def test_a_table_needs_ascending_sizes(wrong: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="ascending micro-batch sizes"):

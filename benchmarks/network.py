@@ -24,7 +24,7 @@ from benchmarks.timing import ratio
 log = logging.getLogger(__name__)
 
 _JOB = Path(__file__).parent / "network_job.py"
-FAST, SLOW = RATES = (1000.0, 100.0)  # Mbit/s
+FAST, SLOW = RATES = (400.0, 40.0)  # Mbit/s
 
 
 def run_network(quick: bool, kept: Kept) -> Report:

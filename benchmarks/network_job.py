@@ -25,15 +25,16 @@ from autopar import Plan
 from autopar.runtime.other_systems.independent import CEILING
 from benchmarks.timing import interleave
 
-WIDTH, WAIST, BATCH = 512, 8, 4096
+WIDTH, WAIST, BATCH = 256, 8, 16384
 BEFORE, AFTER = 2, 4  # layers before and after the waist
 
 
 def model() -> nn.Module:
     """Layers with a narrow waist after a third of the work.
 
-    Replicas balance perfectly, but add up 6 MB of gradients each step. A pipeline can only be cut cheaply at the
-    waist, where it sends 8 numbers a sample, and then has two thirds of the work in one stage.
+    Replicas balance perfectly, but add up 1.6 MB of gradients each step. A pipeline can only be cut cheaply at the
+    waist, where it sends 8 numbers a sample, and then has two thirds of the work in one stage; elsewhere it sends
+    17 MB each way.
     """
     torch.manual_seed(0)
     layers: list[nn.Module] = []

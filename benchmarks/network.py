@@ -95,7 +95,8 @@ def _report(plans: list[Plan], measured: list[dict[str, Any]]) -> Report:
         ("network", "plan made for", "plan", "predicted ms", "measured ms", "/ the plan made for it"),
         tuple(rows),
         "Two ranks over gloo, a core each, in network namespaces; medians, and of the ratios in each round. The "
-        "ceiling: each rank has half of the batch, and ranks send each other nothing.",
+        "ceiling: each rank has half of the batch, in micro-batches as the first plan's, and ranks send each other "
+        "nothing.",
     )
     same = plans[0].without_predictions("compared") == plans[1].without_predictions("compared")
     values = {"steps": data, "plans_differ": not same}

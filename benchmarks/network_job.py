@@ -55,8 +55,8 @@ def compare(plans: Sequence[Plan], rounds: int) -> dict[str, Any]:
     """Seconds of a training step by each plan (by number) and of the ceiling, in turn, and the loss of the
     first one of each.
 
-    A step ends when its last rank is done. The ceiling: every rank has the plain model and its part of the batch, and
-    ranks send each other nothing.
+    A step ends when its last rank is done. The ceiling: every rank has the plain model and its part of the batch, in
+    micro-batches as the first plan's, and ranks send each other nothing.
     """
     original, x = model(), torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
     losses: dict[str, float] = {}
@@ -69,9 +69,12 @@ def compare(plans: Sequence[Plan], rounds: int) -> dict[str, Any]:
 
     def alone(module: nn.Module, part: torch.Tensor) -> None:
         module.zero_grad()
-        loss = functional.mse_loss(module(part), part)
-        loss.backward()
-        losses.setdefault(CEILING, loss.item())
+        total = 0.0
+        for micro_batch in part.split(-(-BATCH // plans[0].n_microbatches)):
+            loss = functional.mse_loss(module(micro_batch), micro_batch) * (len(micro_batch) / len(part))
+            loss.backward()
+            total += loss.item()
+        losses.setdefault(CEILING, total)
 
     for index, one in enumerate(plans):
         steps[str(index)] = partial(step, str(index), autopar.parallelize(copy.deepcopy(original), plan=one))

@@ -23,6 +23,9 @@ HAND_OFF_ROUNDS = 100  # a hand-off takes microseconds
 COPY_ROUNDS = 9  # a copy of the largest tensor takes tens of milliseconds between GPU and pageable memory
 WARM_UP_ROUNDS = 3  # first touches: allocator pools, CUDA contexts, peer access
 
+AGREEMENT = 1.5
+"""Measurements of a link agree with it up to this factor: caches and protocols change with the size, beside noise."""
+
 NEGLIGIBLE = 0.05  # a hand-off that grows by less than this share of a memory copy's time copies nothing
 
 
@@ -78,27 +81,43 @@ def measure_link(source: Device, target: Device, sizes: Sequence[int] = SIZES) -
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The link closest to `seconds[k]` > 0 for `sizes[k]` bytes, all k, in relative terms:
+    """The link closest to `seconds[k]` > 0 for `sizes[k]` bytes, in relative terms, over the measurements k that agree:
 
         minimise  sum_k ((latency + sizes[k] / bandwidth) / seconds[k] - 1)^2   with latency, 1 / bandwidth >= 0.
 
-    Relative errors, because absolute ones would leave the latency to the noise of the largest tensor.
+    Relative errors, because absolute ones would leave the latency to the noise of the largest tensor. Measurements that
+    do not agree: networks let a few kilobytes pass at once and slow down afterwards, which says nothing about their
+    bandwidth. Those agree that lie within a factor of AGREEMENT of one link: of those through two measurements, or
+    through one without a latency or with infinite bandwidth, that with the least sum of |log(predicted / measured)|.
 
     Raises:
         ValueError: fewer than two different sizes, which leave latency and bandwidth undetermined.
     """
     if len(set(sizes)) < 2:
         raise ValueError(f"a link needs measurements at two or more sizes, got {tuple(sizes)}")
-    unit = max(sizes)  # of the second column, so that both are of one magnitude
-    weights = 1 / np.asarray(seconds, dtype=float)
-    columns = np.stack([weights, weights * np.asarray(sizes) / unit], axis=1)
-    latency, slope = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
+    nbytes, measured = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    lines = [(t, 0.0) for t in measured] + [(0.0, t / n) for n, t in zip(nbytes, measured, strict=True)]
+    for i, j in itertools.combinations(range(len(sizes)), 2):
+        slope = (measured[j] - measured[i]) / (nbytes[j] - nbytes[i]) if sizes[i] != sizes[j] else 0.0
+        lines.append((measured[i] - slope * nbytes[i], slope))
+    missed = [np.abs(np.log((a + b * nbytes) / measured)) for a, b in lines if a >= 0 and b >= 0]
+    agree = min(missed, key=lambda one: float(one.sum())) <= math.log(AGREEMENT)
+    if len(set(nbytes[agree])) < 2:  # they all differ
+        return _least_squares(nbytes, measured)
+    return _least_squares(nbytes[agree], measured[agree])
+
+
+def _least_squares(nbytes: np.ndarray, seconds: np.ndarray) -> Link:
+    """The link with the least squares of relative errors."""
+    unit = nbytes.max()  # of the second column, so that both are of one magnitude
+    columns = np.stack([1 / seconds, nbytes / unit / seconds], axis=1)
+    latency, slope = np.linalg.lstsq(columns, np.ones(len(nbytes)), rcond=None)[0]
     # Convex in two unknowns: where one comes out negative, the best with it at zero is the constrained optimum.
     if slope <= 0:
         return Link(_scale(columns[:, 0]), math.inf)
     if latency < 0:
-        return Link(0.0, unit / _scale(columns[:, 1]))
-    return Link(float(latency), unit / float(slope))
+        return Link(0.0, float(unit / _scale(columns[:, 1])))
+    return Link(float(latency), float(unit / slope))
 
 
 def _scale(column: np.ndarray) -> float:

@@ -43,8 +43,11 @@ def test_noise_of_a_tenth_moves_no_prediction_far(latency: float, bandwidth: flo
         assert fitted.seconds(size) == pytest.approx(truth.seconds(size), rel=0.5)
 
 
-@given(st.lists(st.floats(1e-7, 1.0), min_size=5, max_size=5))
-def test_no_other_link_fits_better(seconds: list[float]) -> None:
+@given(latencies, bandwidths, st.lists(st.floats(0.95, 1.05), min_size=5, max_size=5))
+def test_no_other_link_fits_better(latency: float, bandwidth: float, noise: list[float]) -> None:
+    truth = Link(latency, bandwidth)
+    seconds = [truth.seconds(size) * factor for size, factor in zip(links.SIZES, noise, strict=True)]
+
     def misfit(link: Link) -> float:
         return sum((link.seconds(n) / t - 1) ** 2 for n, t in zip(links.SIZES, seconds, strict=True))
 
@@ -56,6 +59,24 @@ def test_no_other_link_fits_better(seconds: list[float]) -> None:
             latency = max(0.0, best.latency + latency_step)
             other = max(1e-30, slope + slope_step / max(links.SIZES))
             assert misfit(best) <= misfit(Link(latency, 1 / other)) * (1 + 1e-6) + 1e-9
+
+
+@given(latencies, bandwidths, st.floats(0.01, 0.5), st.integers(3, 5))
+def test_a_few_kilobytes_that_pass_at_once_do_not_count(
+    latency: float, bandwidth: float, burst: float, n_sizes: int
+) -> None:
+    """A token bucket of 16 KB: 4 KB arrived in 0.15 ms, but 64 KB took 13 ms, and 1 MB 219 ms."""
+    truth, sizes = Link(latency, bandwidth), links.SIZES[:n_sizes]
+    first, *others = sizes
+    fitted = fit_link(sizes, [truth.seconds(burst * first), *map(truth.seconds, others)])
+    for size in sizes[1:]:
+        assert fitted.seconds(size) == pytest.approx(truth.seconds(size), rel=0.35)
+
+
+def test_measurements_that_all_differ_still_make_a_link() -> None:
+    seconds = [1e-3, 1e-6, 1e-1, 1e-5, 1e-2]
+    fitted = fit_link(links.SIZES, seconds)
+    assert 0 <= fitted.latency <= max(seconds)
 
 
 def test_one_size_does_not_make_a_link() -> None:

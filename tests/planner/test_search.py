@@ -24,9 +24,11 @@ from torch import nn
 import autopar
 from autopar import InfeasibleError, InputError, Plan
 from autopar.costs.cost_graph import CostGraph
+from autopar.plan.stage import Stage
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.inter_op.constraints import Constraints
+from autopar.planner.predict import predict
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
@@ -160,6 +162,40 @@ def test_neighbouring_stages_share_the_fast_links() -> None:
     plan = make_plan(dataclasses.replace(costs, links=links), options)
     order = [node[stage.devices[0]] for stage in plan.stages]
     assert sum(a != b for a, b in itertools.pairwise(order)) <= 1
+
+
+def narrowed(costs: CostGraph, node: str, share: float) -> CostGraph:
+    """`costs` where the result of `node` has only a share of its bytes."""
+    graph = costs.graph.copy()
+    cost = graph.nodes[node]["cost"]
+    fewer = {"output_bytes": cost.output_bytes * share, "gradient_bytes": cost.gradient_bytes * share}
+    graph.nodes[node]["cost"] = dataclasses.replace(cost, **fewer)
+    for _, _, edge in graph.out_edges(node, data=True):
+        edge["nbytes"] *= share
+    return dataclasses.replace(costs, graph=graph)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("bandwidth", [7e6, 1e7, 1e9])
+def test_sends_that_passes_hide_do_not_count(schedule: str, bandwidth: float) -> None:
+    """Of all cuts of a chain with a waist after a third of its work, the one that is fastest in the simulation."""
+    link = Link(1e-4, bandwidth)
+    costs = narrowed(costs_of(3, (2,), 24), "layer0_out", 0.05)
+    costs = dataclasses.replace(costs, links=dict.fromkeys(costs.links, link))
+    options = dataclasses.replace(STEP, schedule=schedule, n_microbatches=8, max_replicas=1)
+    found = make_plan(costs, options)
+    assert found.predicted_step_time is not None
+    names, devices = list(costs.graph), [device.name for device in costs.devices]
+    for cut in range(1, len(names)):
+        parts = (names[:cut], names[cut:])
+        stages = tuple(
+            Stage((device,), tuple(costs.operators[name].key for name in part))
+            for device, part in zip(devices, parts, strict=True)
+        )
+        stage_of = {name: index for index, part in enumerate(parts) for name in part}
+        rival = predict(costs, Plan(stages, 8, schedule), stage_of, options.conditions)
+        assert rival.predicted_step_time is not None
+        assert found.predicted_step_time <= rival.predicted_step_time * (1 + 1e-9)
 
 
 def test_hints_are_followed() -> None:

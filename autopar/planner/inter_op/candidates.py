@@ -113,7 +113,8 @@ class Searching(SearchSpace):
             m = rival.n_microbatches
             return objective * largest_size(batch, m) * m / batch
 
-        rivals = [at_most(c, f.solution.objective) for c, f in found.items() if c.schedule == config.schedule]
+        alike = [c for c in found if (c.schedule, c.sends_behind) == (config.schedule, config.sends_behind)]
+        rivals = [at_most(c, found[c].solution.objective) for c in alike]
         return min(rivals, default=math.inf) * (1 + _PROMISING)
 
     def _solve(self, config: Config, problem: Problem, cutoff: float, tolerance: float) -> Solution | None:
@@ -193,7 +194,9 @@ class Searching(SearchSpace):
         by_objective = sorted(found, key=lambda c: (found[c].solution.objective, SCHEDULES.index(c.schedule)))
         chosen: dict[Config, None] = {}
         left = _ACTIONS_SIMULATED
-        for config in by_objective[: self.effort.simulated]:
+        most = self.effort.simulated
+        exposed, behind = ([c for c in by_objective if c.sends_behind == behind][:most] for behind in (False, True))
+        for config in [*exposed, *behind]:
             left -= found[config].solution.n_actions(config.n_microbatches)
             if left < 0 and len(chosen) >= _FEWEST_SIMULATED:
                 break
@@ -202,16 +205,18 @@ class Searching(SearchSpace):
             for counts in dict.fromkeys(c.counts for c in by_objective):
                 mine = [c for c in by_objective if c.counts == counts]
                 # Objectives of different schedules neglect different effects.
-                best = {c.schedule: c for c in reversed(mine)}
-                chosen.update(dict.fromkeys(best[name] for name in self.schedules if name in best))
+                best = {(c.schedule, c.sends_behind): c for c in reversed(mine)}
+                names = itertools.product(self.schedules, (False, True))
+                chosen.update(dict.fromkeys(best[name] for name in names if name in best))
                 chosen.update(dict.fromkeys(mine[:2]))
         chosen.update(dict.fromkeys(c for c in found if sum(c.counts) == 1 and c.n_microbatches == 1))
         return list(chosen)
 
     def _refine(self, found: dict[Config, PartitionResult]) -> None:
         """Improve the best partitions of each schedule over more cuts."""
-        for schedule in self.schedules:
-            mine = sorted((c for c in found if c.schedule == schedule), key=lambda c: found[c].solution.objective)
+        for name in itertools.product(self.schedules, (False, True)):
+            alike = [c for c in found if (c.schedule, c.sends_behind) == name]
+            mine = sorted(alike, key=lambda c: found[c].solution.objective)
             for config in mine[: self.effort.refined]:
                 if sum(config.counts) > 1:
                     along = config is mine[0]

@@ -24,12 +24,15 @@ class Config:
     most_width: int | None = None  # devices of a mesh; None: as many as there are
     least_width: int = 1  # devices of a mesh
     copies: int = 1  # of the whole pipeline: each stage has this many replicas, or a multiple
+    # Under 1F1B and ZB-H1, whether sends count only as far as passes do not hide them. Either way the objective differs
+    # from steps: a stage waits for some sends, the more so the more alike the stages are.
+    sends_behind: bool = False
 
     def within(self, other: Config) -> bool:
         """Whether every plan under this is one under `other`, with the same schedule and micro-batches."""
-        ours = (self.schedule, self.n_microbatches, self.chunks)
+        ours = (self.schedule, self.n_microbatches, self.chunks, self.sends_behind)
         return (
-            ours == (other.schedule, other.n_microbatches, other.chunks)
+            ours == (other.schedule, other.n_microbatches, other.chunks, other.sends_behind)
             and all(a <= b for a, b in zip(self.counts, other.counts, strict=True))
             and (other.most_replicas is None or (self.most_replicas or math.inf) <= other.most_replicas)
             and (other.most_width is None or (self.most_width or math.inf) <= other.most_width)

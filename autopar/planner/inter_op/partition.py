@@ -11,7 +11,7 @@ w_s = 0 for other schedules):
     t_s = forward and backward of its atoms, forward twice if it recomputes, + overhead of its 2 actions
           + latency + bytes x seconds_per_byte of its lane, for each direction of its incoming values with bytes
     u_s = t_s, or where transfers run behind the passes of other micro-batches, the longer of passes and transfers:
-          of its forward and of its backward under gpipe, of both together under interleaved 1F1B
+          of its forward and of its backward under gpipe, of both together under other schedules
     o_s = what happens once a step: collectives of its mesh, gradients of parameters that another stage has, too, less
           the accumulation of gradients, which the first micro-batch of a replica lacks (with m <= r_s, f_s lacks it)
 

@@ -131,8 +131,6 @@ class Problem:
         for name in ("n_microbatches", "max_replicas", "chunks"):
             count = getattr(self, name)
             check(count >= 1, f"{name} must be at least 1, got {count}")
-        behind = self.schedule in ("gpipe", "interleaved-1f1b")
-        check(behind or not self.sends_behind, f"under {self.schedule}, sends are not behind passes")
         check(self.chunks == 1 or self.max_replicas == 1, "stages of a device that has several have no replicas")
         for kind in self.kinds:
             check(kind.count >= 1, f"kind {kind.name!r} must have at least 1 device, got {kind.count}")

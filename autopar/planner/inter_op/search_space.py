@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -104,6 +105,7 @@ class SearchSpace:
         # schedule can delay work into bubbles.
         phased = costs.training and not self.options.loss_inside
         split = schedule == "zb-h1" and not phased
+        behind = phased or config.sends_behind or schedule in ("gpipe", "interleaved-1f1b")
         most_replicas = min(self.most_replicas, config.most_replicas or self.most_replicas)
         return Problem(
             space=space,
@@ -125,7 +127,7 @@ class SearchSpace:
             may_recompute=costs.training,
             cores=self._cores(times),
             blocks=self._blocks(times),
-            sends_behind=costs.overlap.sends and (phased or schedule in ("gpipe", "interleaved-1f1b")),
+            sends_behind=costs.overlap.sends and behind,
             chunks=chunks,
             share=largest_size(costs.batch_size, m) / costs.batch_size,  # of the largest micro-batch
         )
@@ -192,6 +194,8 @@ class SearchSpace:
         for name in self.schedules[:1] if total == 1 else self.schedules:
             if name != "interleaved-1f1b" or total == 1:
                 yield from self._configs_of(name, m, counts)
+                if self._hides_sends and name in ("1f1b", "zb-h1") and m > 1 and total > 1:
+                    yield from (replace(one, sends_behind=True) for one in self._configs_of(name, m, counts))
             elif m > 1 and sum(c > 0 for c in counts) == 1 and not self._space.pinned:
                 yield from self._interleaved(name, m, counts)
 
@@ -362,6 +366,13 @@ class SearchSpace:
     def sends_looked_at(self) -> bool:
         """Whether the search looks at schedules that differ in what sends run behind; a large one does not."""
         return self.ahead and self.costs.overlap.sends and self.effort is AHEAD and self.all_shapes
+
+    @cached_property
+    def _hides_sends(self) -> bool:
+        """Whether sends take seconds that the passes of 1F1B and ZB-H1 may hide, between devices at hand."""
+        phased = self.costs.training and not self.options.loss_inside
+        takes_seconds = any(math.isfinite(link.bandwidth) for link in self.costs.links.values())
+        return takes_seconds and not self.ahead and not phased and self.costs.overlap.sends
 
     def _microbatch_counts(self) -> list[int]:
         if self.options.n_microbatches is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import networkx as nx
@@ -78,7 +78,9 @@ class CostGraph:
     @property
     def overlap(self) -> Overlap:
         """What runs behind computing."""
-        return OVERLAP_AT_HAND if self.recipe is None else self.recipe.overlap
+        if self.recipe is not None:
+            return self.recipe.overlap
+        return replace(OVERLAP_AT_HAND, sends=self.ranks is None or not self.ranks.exchanges)
 
     @cached_property
     def operators(self) -> Mapping[str, OperatorCost]:

@@ -78,6 +78,8 @@ class RankCosts:
     per_machine: int  # ranks of a machine, at most
     notes: tuple[str, ...] = ()
     handling: float = 0.0  # s of CPU time of each end of a message, besides the time of its link
+    # Whether ranks exchange messages between two actions, and wait for that (runtime/ranks/messages/exchanges.py).
+    exchanges: bool = False
 
     def crowd(self, sources: Sequence[DeviceGroup], targets: Sequence[DeviceGroup]) -> int:
         """How many of the sources send over one network card at once, to targets on other hosts."""
@@ -146,7 +148,8 @@ def rank_costs(
     collectives = tuple(_collectives(ranks, cluster, devices, group, which, cache) for group in measured)
     notes = (_mixed(kinds),) if len(kinds) > 1 else ()
     cluster = replace(cluster, measured_collectives=collectives)
-    return RankCosts(cluster, max(Counter(ranks.machines).values()), notes, _handling(ranks, devices, cache))
+    handling = _handling(ranks, devices, cache)
+    return RankCosts(cluster, max(Counter(ranks.machines).values()), notes, handling, ranks.backend == "nccl")
 
 
 def _hosts_as_nodes(

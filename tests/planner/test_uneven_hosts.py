@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -24,10 +26,11 @@ from autopar.plan.plan import Plan
 from autopar.planner.inter_op.device_assignment import FreeDevices, _of_any_width, evenly_divided
 from autopar.planner.inter_op.device_pools import pools_of
 from autopar.planner.inter_op.mesh_places import counts_exactly, mesh_places, place_together
+from autopar.planner.price_sharded import predict_any
 from autopar.planner.search import make_plan
 from autopar.planner.search_at_hand import shards_at_hand
 from autopar.planner.search_options import search_options
-from cost_models import Cluster, DeviceError, MeasuredCollectives, parse_devices
+from cost_models import Cluster, DeviceError, Link, MeasuredCollectives, parse_devices
 from cost_models.hardware.networks import Network
 
 HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=10)
@@ -118,6 +121,28 @@ def test_hosts_of_ranks_become_nodes_whatever_their_sizes_and_order(hosts: list[
     assert sorted(found) == sorted(shapes)
     everyone = cluster.group(devices)
     assert (everyone.nodes, everyone.per_node, everyone.uneven) in shapes
+
+
+def test_ranks_wait_for_what_they_send_over_nccl() -> None:
+    """Over gloo, messages travel while ranks compute."""
+    devices = parse_devices(["cpu"] * 2)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8)
+    example = capture_example(model, devices, (x,), {}, loss_fn=nn.functional.mse_loss, target=x)
+    example, search = search_options(example, PlanOptions(), 2)
+    ranks, steps = SimulatedRanks([0, 1], devices, example), {}
+    for backend in ("gloo", "nccl"):
+        ranks.backend = backend
+        costs = measure_costs(example, devices, cache=False, ranks=ranks)
+        links = dict.fromkeys(costs.links, Link(0.1, math.inf))
+        tables = [
+            dataclasses.replace(t, forward=np.full_like(t.forward, 0.1), backward=np.full_like(t.backward, 0.1))
+            for t in costs.tables
+        ]
+        slow = dataclasses.replace(costs, links=links, tables=tuple(tables))
+        plan = predict_any(Plan.from_split({"0": 0, "1": 1}, n_microbatches=4), example, slow, search.conditions)
+        assert all(transfer.blocking is (backend == "nccl") for transfer in plan.transfers)
+        steps[backend] = plan.predicted_step_time or 0.0
+    assert steps["nccl"] > steps["gloo"] + 0.1
 
 
 @given(HOSTS, st.data())

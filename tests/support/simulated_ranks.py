@@ -22,7 +22,8 @@ _SIZES = (4 << 10, 1 << 20, 16 << 20)
 class SimulatedRanks:
     """`RankMeasurements`. `asked`: the groups whose collectives were measured."""
 
-    backend, cores = "gloo", 64
+    backend = "gloo"
+    cores = 64
 
     def __init__(self, hosts: Sequence[int], devices: Sequence[Device], example: Example | None = None) -> None:
         self.hosts = self.machines = list(hosts)

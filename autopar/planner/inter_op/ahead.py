@@ -25,7 +25,7 @@ from autopar.planner.inter_op.bounds import work_bound
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import PartitionResult
-from autopar.planner.inter_op.search_space import MANY_DEVICES
+from autopar.planner.inter_op.search_counts import MANY_DEVICES, parts_of_cluster
 from autopar.planner.search_options import SearchOptions
 
 # The objective of a schedule is at least this share of the steps that it promises; where there is much to search, only
@@ -222,7 +222,9 @@ class SearchingAhead(Searching):
             return []
         best = min([self._best, *(f.solution.objective for c, f in self._found.items() if c.n_microbatches == m)])
         least = self.least_steps[m] * sum(self.full)
-        return [some for some in self.parts_of_cluster() if some != self.full and least < best * sum(some)]
+        assert self.costs.cluster is not None, "only clusters have parts"
+        parts = parts_of_cluster(self.full, self.costs.cluster.nodes)
+        return [some for some in parts if some != self.full and least < best * sum(some)]
 
     def _worth_simulating(self, found: dict[Config, PartitionResult]) -> list[Config]:
         """All that are promising, the best first, as many as time allows."""

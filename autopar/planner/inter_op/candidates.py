@@ -35,7 +35,8 @@ from autopar.planner.inter_op.cut_selection import (
 from autopar.planner.inter_op.device_assignment import assign_groups
 from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import Problem
-from autopar.planner.inter_op.search_space import FEW_DEVICES, SearchSpace
+from autopar.planner.inter_op.search_counts import FEW_DEVICES
+from autopar.planner.inter_op.search_space import SearchSpace
 from autopar.planner.inter_op.solution import Solution
 from autopar.planner.inter_op.space import Space
 from autopar.planner.predicted_step import PredictedStep

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -27,15 +26,20 @@ from autopar.planner.inter_op.mesh_places import counts_exactly, devices_by_node
 from autopar.planner.inter_op.optimizer_seconds import stepped
 from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
+from autopar.planner.inter_op.search_counts import (
+    FEW_DEVICES,
+    MANY_DEVICES,
+    copies_of_pipeline,
+    counts_in_cluster,
+    divisors,
+    halved_counts,
+    microbatch_counts_ahead,
+)
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.micro_batches import largest_size
 
-FEW_DEVICES = 8  # up to this many devices, every vector of device counts is searched
-# With more devices, all meshes of a plan have one width; with more meshes, the whole pipeline is copied.
-MANY_DEVICES = MANY_MESHES = 128
-_EVERY_COUNT = 32  # up to this many samples, every number of micro-batches is searched
 # Pairs of a mesh shape and a number of micro-batches up to which a search looks at all of them: for any model, and for
 # one that has few enough cuts to look at all of these, too. Up to the last number, as many as make, times the cuts, the
 # product.
@@ -165,28 +169,14 @@ class SearchSpace:
     def device_counts(self) -> list[Used]:
         """Vectors of device counts: all of them for few devices, otherwise all devices, their numbers halved, and in
         clusters of few nodes those of every number of nodes."""
-        found = self._halved_counts()
-        if sum(self.full) > FEW_DEVICES and self.costs.cluster is not None:
-            found = sorted({*found, *self.parts_of_cluster()}, key=lambda u: (-sum(u), u))
-        return found
+        if self.costs.cluster is None:
+            return halved_counts(self.full, self._shifts)
+        return counts_in_cluster(self.full, self.costs.cluster.nodes, self._shifts)
 
-    def parts_of_cluster(self) -> list[Used]:
-        """Vectors of device counts of some of the nodes, if these are few, and of halves, quarters and so on."""
-        nodes = 1 if self.costs.cluster is None else self.costs.cluster.nodes
-        found = {tuple(c * some // nodes for c in self.full) for some in range(1, nodes if nodes <= FEW_DEVICES else 1)}
-        found |= {tuple(c >> shift for c in self.full) for shift in range(1, max(self.full).bit_length())}
-        return sorted((u for u in found if any(u)), key=lambda u: (-sum(u), u))
-
-    def _halved_counts(self) -> list[Used]:
-        """All vectors of device counts for few devices, otherwise all devices, and their numbers halved."""
-        if sum(self.full) <= FEW_DEVICES:
-            every = itertools.product(*(range(c + 1) for c in self.full))
-            return sorted((u for u in every if any(u)), key=lambda u: (-sum(u), u))
-        shifts = range(1, max(self.full).bit_length()) if self.ahead else self.effort.fewer
-        found = {self.full, *(tuple(max(1, c >> shift) for c in self.full) for shift in shifts)}
-        for kind, count in enumerate(self.full):
-            found |= {tuple(c if k == kind else 0 for k in range(len(self.full))) for c in (count, 1)}
-        return sorted(found, key=lambda u: (-sum(u), u))
+    @property
+    def _shifts(self) -> Iterable[int]:
+        """How often the numbers of many devices are halved."""
+        return range(1, max(self.full).bit_length()) if self.ahead else self.effort.fewer
 
     def configs(self, m: int, counts: Used) -> Iterator[Config]:
         """Under every schedule that `counts` devices can follow."""
@@ -203,7 +193,7 @@ class SearchSpace:
         """All ranks have meshes of one width, and as many replicas, which share the micro-batches evenly."""
         for width in self.widths(m):
             meshes, rest = divmod(sum(counts), width)
-            for copies in () if rest else _divisors(math.gcd(m, meshes)):
+            for copies in () if rest else divisors(math.gcd(m, meshes)):
                 ranks = meshes // copies
                 # With one stage a device, more micro-batches are in flight than under 1f1b, and hide sends.
                 numbers = (1, *self.effort.chunks) if self.sends_looked_at else self.effort.chunks
@@ -221,7 +211,7 @@ class SearchSpace:
             yield whole
             return
         for width in self.widths(m):
-            for copies in _copies(m, counts, width):
+            for copies in copies_of_pipeline(m, counts, width):
                 alike = replace(whole, most_width=width, least_width=width, copies=copies)
                 yield from (alike, replace(alike, most_replicas=copies))
 
@@ -383,36 +373,8 @@ class SearchSpace:
             return sorted({configuration.n_microbatches for configuration in self.costs.configurations})
         most = self.most_counts()
         if self.ahead:
-            return self._counts_ahead(most)
+            devices = {sum(counts) for counts in halved_counts(self.full, self._shifts)}
+            return microbatch_counts_ahead(self.costs.batch_size, most, devices)
         if most <= self.effort.counts + 4:
             return list(range(1, most + 1))
         return sorted({round(x) for x in np.geomspace(1, most, self.effort.counts)})
-
-    def _counts_ahead(self, most: int) -> list[int]:
-        """Divisors of the batch, and multiples of numbers of devices, up to `most`; every number if they are few."""
-        if most <= _EVERY_COUNT:
-            return list(range(1, most + 1))
-        batch = self.costs.batch_size
-        found = {m for m in range(1, most + 1) if batch % m == 0}
-        steps = [1, 2, 3, *(1 << shift for shift in range(2, most.bit_length()))]
-        for devices in {sum(counts) for counts in self._halved_counts()}:
-            found |= {devices * step for step in steps if devices * step <= most}
-        return sorted(found)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _copies(m: int, counts: Used, width: int) -> list[int]:
-    """Numbers of copies of the whole pipeline to search with: powers of two.
-
-    Few meshes: 1, so that every stage may have any number of replicas. Many: enough copies that each has a few meshes,
-    and all copies have the same numbers of micro-batches and devices.
-    """
-    meshes = sum(counts) // width
-    if meshes <= MANY_MESHES:
-        return [1]
-    together = math.gcd(m, *counts)
-    possible = [1 << n for n in range(together.bit_length()) if together % (1 << n) == 0]
-    return [copies for copies in possible if FEW_DEVICES <= meshes // copies <= MANY_MESHES] or possible[-1:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 
@@ -357,12 +356,15 @@ class SearchSpace:
         """Whether the search looks at schedules that differ in what sends run behind; a large one does not."""
         return self.ahead and self.costs.overlap.sends and self.effort is AHEAD and self.all_shapes
 
-    @cached_property
+    @property
     def _hides_sends(self) -> bool:
-        """Whether sends take seconds that the passes of 1F1B and ZB-H1 may hide, between devices at hand."""
+        """Whether sends take seconds that the passes of 1F1B and ZB-H1 may hide; a large search for a cluster does not
+        look at that."""
         phased = self.costs.training and not self.options.loss_inside
-        takes_seconds = any(math.isfinite(link.bandwidth) for link in self.costs.links.values())
-        return takes_seconds and not self.ahead and not phased and self.costs.overlap.sends
+        looked_at = self.sends_looked_at if self.ahead else self.costs.overlap.sends
+        if phased or not looked_at:
+            return False
+        return any(math.isfinite(link.bandwidth) for link in self.costs.links.values())
 
     def _microbatch_counts(self) -> list[int]:
         if self.options.n_microbatches is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -107,16 +108,24 @@ class Uncompiled(fx.GraphModule):
         self.__dict__.pop("_code", None)
         type(self).forward = _compiled_first
 
+    def _compile(self) -> None:
+        with _COMPILING:
+            if "_code" not in self.__dict__:
+                super().recompile()
+
     @property
     def code(self) -> str:
-        if "_code" not in self.__dict__:
-            super().recompile()
+        self._compile()
         return super().code
+
+
+# Copies share their graph, and torch writes into its nodes while it makes code: two threads at once would mix up names.
+_COMPILING = threading.Lock()
 
 
 def _compiled_first(self: Uncompiled, *args: Any, **kwargs: Any) -> Any:
     """The forward of a graph whose code is not made yet."""
-    fx.GraphModule.recompile(self)
+    self._compile()
     return self(*args, **kwargs)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import fx, nn
@@ -53,3 +56,31 @@ def test_each_copy_has_code_of_its_own() -> None:
     assert "_code" not in other.__dict__
     assert other.code == one.code, "made where it is read"
     torch.testing.assert_close(copy.deepcopy(other)(x), module(x))
+
+
+class _Steps(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in range(60):
+            x = (x.reshape(-1) * 2 + step).reshape(2, 2)
+        return x
+
+
+def test_copies_of_one_graph_may_be_called_first_by_several_threads_at_once() -> None:
+    """They share the graph's nodes, into which torch writes while it makes code."""
+    module, x, n_threads = fx.symbolic_trace(_Steps()), torch.ones(2, 2, dtype=torch.float64), 4
+    expected, interval = module(x), sys.getswitchinterval()
+    start = threading.Barrier(n_threads)
+
+    def call(private: fx.GraphModule) -> torch.Tensor:
+        start.wait()
+        result: torch.Tensor = private(x)
+        return result
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(n_threads) as threads:
+            for _ in range(20):
+                for result in threads.map(call, [copied(module) for _ in range(n_threads)]):
+                    assert torch.equal(result, expected)
+    finally:
+        sys.setswitchinterval(interval)

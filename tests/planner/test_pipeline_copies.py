@@ -14,7 +14,7 @@ import autopar
 from autopar import Cluster
 from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
-from autopar.planner.inter_op import search_space
+from autopar.planner.inter_op import ahead, search_counts, search_space
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.config import Config
 from autopar.planner.inter_op.partition import solve
@@ -64,10 +64,11 @@ def test_many_devices_get_a_plan_whose_stages_are_copied(monkeypatch: pytest.Mon
     model, x = mlp()
     call = {"example_args": (x,), "target": x, "loss_fn": nn.functional.mse_loss}
     exact = autopar.plan(model, Cluster.preset("8xH100", 2), **call)
-    monkeypatch.setattr(search_space, "MANY_DEVICES", 4)
-    monkeypatch.setattr("autopar.planner.inter_op.ahead.MANY_DEVICES", 4)
-    monkeypatch.setattr(search_space, "MANY_MESHES", 4)
-    monkeypatch.setattr(search_space, "FEW_DEVICES", 2)
+    for room in (search_counts, search_space, ahead):
+        monkeypatch.setattr(room, "MANY_DEVICES", 4)
+    for room in (search_counts, search_space):
+        monkeypatch.setattr(room, "FEW_DEVICES", 2)
+    monkeypatch.setattr(search_counts, "MANY_MESHES", 4)
     copied = autopar.plan(model, Cluster.preset("8xH100", 2), **call)
     assert exact.predicted_step_time is not None
     assert copied.predicted_step_time is not None

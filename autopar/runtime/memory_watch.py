@@ -15,6 +15,7 @@ from autopar.capture import torch_private
 from cost_models import Device
 from cost_models.hardware.devices import synchronize
 from cost_models.memory.allocations import InPlaceSums
+from cost_models.memory.convolution_copies import BACKWARD, CONVOLUTION, kernels
 
 DeviceContext = Callable[[str], AbstractContextManager[object]]  # device name -> a context that its worker enters
 
@@ -26,6 +27,8 @@ class MemoryWatch:
     input, activation) from its first operator that uses it until the storage is freed. A GPU is one place, however
     many workers it has. Its bytes are those allocated at the peak beyond those before the step, plus the parameters,
     buffers and inputs that were there already.
+
+    What convolutions on a CPU copy never appears as a tensor, so it counts as `convolution_copies` knows it.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -77,6 +80,11 @@ class _Counter:
             self.peak = max(self.peak, self._total)
         weakref.finalize(storage, self._freed, key).atexit = False
 
+    def for_a_moment(self, nbytes: int) -> None:
+        """So many bytes appear and are freed at once."""
+        with self._lock:
+            self.peak = max(self.peak, self._total + nbytes)
+
     def replace(self, storage: torch.UntypedStorage, by: torch.UntypedStorage) -> None:
         """The bytes of `storage` are those of `by` from now on."""
         with self._lock:
@@ -103,7 +111,17 @@ class _Counting(TorchDispatchMode):
         if in_place:  # without this mode autograd would not have allocated the sum
             self._counter.replace(args[0].untyped_storage(), result.untyped_storage())
             return result
-        for leaf in torch_private.tree_leaves((args, kwargs, result)):
+        self._touch((args, kwargs))
+        if func in (CONVOLUTION, BACKWARD) and args[0].device.type == "cpu":
+            results = (result,) if func is CONVOLUTION else result
+            for kernel in kernels(func, args, result, torch.get_num_threads()):
+                self._counter.for_a_moment(kernel.before)
+                self._touch(results[kernel.result])
+                self._counter.for_a_moment(kernel.beside)
+        self._touch(result)
+        return result
+
+    def _touch(self, values: Any) -> None:
+        for leaf in torch_private.tree_leaves(values):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
                 self._counter.touch(leaf.untyped_storage())
-        return result

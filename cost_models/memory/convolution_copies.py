@@ -1,21 +1,32 @@
 """What convolutions on a CPU have in memory while they run, beside what they read and return.
 
-oneDNN computes on copies in layouts of its own, with channels in blocks. The copies of a kernel live together, until
-that of the result has been copied back:
+oneDNN computes on copies in layouts of its own, with channels in blocks: of 16 with AVX-512, of 8 with AVX2. The copies
+of a kernel live together, until that of the result has been copied back:
 
     forward               x' w' y'       then  y' y
     backward of the input g' w' x'       then  x' and the gradient of x; x' twice where windows are strided
     of the weight         g' x' w'       then  w' and the gradient of w
 
-An input of at most three channels is read as it is, and so are tensors with fewer channels than a block. Other
-convolutions copy all windows of the input (`columns`), unless a window is a single element. Measured with torch 2.13;
-which convolutions oneDNN computes: `use_mkldnn` in aten/src/ATen/native/Convolution.cpp. Scratch memory of threads is
-not counted.
+A transposed convolution is one whose forward and backward of the input have changed places.
+
+What is read and written as it is, without a copy:
+
+    AVX-512   everything, if there are fewer channels than a block; else inputs of at most three channels
+    AVX2      in the forward, inputs of fewer channels than a block; in the backward of the weight, of at most three
+
+On AVX2, convolutions in groups that fill no block are computed without blocks, and strided windows with channels last
+in the backward of the input: their copies have the tensors' own sizes. The backward of the weight of a convolution of
+each channel alone makes copies for windows of three only.
+
+Other convolutions copy all windows of the input (`columns`), unless a window is a single element; groups are computed
+one after the other and then joined. Measured with torch 2.13 on processors of both kinds; which convolutions oneDNN
+computes: `use_mkldnn` in aten/src/ATen/native/Convolution.cpp. Scratch memory of threads is not counted.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +35,6 @@ _aten = torch.ops.aten
 
 CONVOLUTION, BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
 
-_ONEDNN_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _FEW_CHANNELS = 3
 _MANY = 16  # samples from which on oneDNN computes windows of single elements on one thread, too
 _SMALL = 20480  # elements of a single sample up to which oneDNN does not compute small windows
@@ -53,37 +63,156 @@ def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list
     windows = max(weight.shape[2:]) > 1 or max(*stride, *dilation) > 1
     if not (_by_onednn(x, weight, groups) and (windows or x.shape[0] >= _MANY or threads > 1)):
         single = not windows and not any(padding)
-        columns = 0 if single else math.prod(weight.shape[1:]) * groups * (y.nbytes // weight.shape[0])
-        return [ConvolutionKernel(index, 0, columns) for index in (0, 1) if index < len(wanted) and wanted[index]]
-    channels = weight.shape[1] * groups
-    into, out = (weight.shape[0], channels) if transposed else (channels, weight.shape[0])
-    if out < _block() or _FEW_CHANNELS < into < _block():
-        return []  # too few channels for a block: read and written as they are
-    read, there, made = _in_blocks(x.nbytes, into), _in_blocks(y.nbytes, out), weight.nbytes
-    if groups == 1:
-        made = _in_blocks(_in_blocks(made, into), out)
-    copied = 0 if into <= _FEW_CHANNELS else read
+        columns = 0 if single else math.prod(weight.shape[1:]) * (y.nbytes // weight.shape[0])
+        if groups == 1:
+            return [ConvolutionKernel(index, 0, columns) for index in (0, 1) if index < len(wanted) and wanted[index]]
+        # One group after the other, with a copy of what it reads; then their results are joined.
+        if func is CONVOLUTION:
+            return [ConvolutionKernel(0, x.nbytes // groups + columns + y.nbytes, y.nbytes)]
+        made = [index for index in (0, 1) if wanted[index]]
+        results = sum((x, weight)[index].nbytes for index in made)
+        before = (x.nbytes + y.nbytes) // groups + columns + results  # of the first one; all are joined at the end
+        return [ConvolutionKernel(index, before if index == made[0] else results, results) for index in made]
+    if transposed:
+        x, y = y, x
+    passes = _Blocked(x, y, weight, groups, max(stride) > 1)
+    forward, of_input = passes.forward(), passes.of_input()
+    if transposed:
+        forward, of_input = of_input, forward
     if func is CONVOLUTION:
-        return [ConvolutionKernel(0, copied + made + there, there)]
-    twice = 2 if max(stride) > 1 else 1  # from one layout to another, and from there to that of the gradient
-    of_input = ConvolutionKernel(0, there + made + read, twice * read)
-    of_weight = ConvolutionKernel(1, there + copied + made, made)
-    return [kernel for kernel in (of_input, of_weight) if wanted[kernel.result]]
+        return [ConvolutionKernel(0, *forward)]
+    return [
+        ConvolutionKernel(number, *copies)
+        for number, copies in enumerate((of_input, passes.of_weight()))
+        if wanted[number]
+    ]
+
+
+class _Copies(NamedTuple):
+    """Bytes of copies in one pass."""
+
+    before: int  # until the result is made
+    beside: int  # while the result is made
+
+
+class _Blocked(NamedTuple):
+    """A convolution that oneDNN computes."""
+
+    x: torch.Tensor
+    y: torch.Tensor  # its result, or the gradient of that
+    weight: torch.Tensor
+    groups: int
+    strided: bool
+
+    @property
+    def into(self) -> int:
+        """Channels of x."""
+        return self.weight.shape[1] * self.groups
+
+    @property
+    def out(self) -> int:
+        """Channels of y."""
+        return self.weight.shape[0]
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.groups == self.into == self.out
+
+    @property
+    def as_they_are(self) -> bool:
+        """Too few channels for a block of AVX-512."""
+        block = _block()
+        return not _avx2() and (self.out < block or _FEW_CHANNELS < self.into < block)
+
+    @property
+    def without_blocks(self) -> bool:
+        """Its groups do not fill blocks of AVX2."""
+        one = self.groups == 1 or self.depthwise
+        return _avx2() and not one and any(count // self.groups % _block() for count in (self.into, self.out))
+
+    def forward(self) -> _Copies:
+        if self.as_they_are:
+            return _Copies(0, 0)
+        if self.without_blocks:
+            return _Copies(self.y.nbytes, self.y.nbytes)
+        if _avx2():
+            read_as_it_is = self.into < _block() and self.groups == 1 and max(self.weight.shape[2:]) > 1
+        else:
+            read_as_it_is = self.into <= _FEW_CHANNELS
+        made = _in_blocks(self.y, self.out)
+        return _Copies(self._input(read_as_it_is) + made, made)
+
+    def of_input(self) -> _Copies:
+        """The backward of the input."""
+        if self.as_they_are:
+            return _Copies(0, 0)
+        if _avx2() and self.strided and not self.depthwise:  # channels last
+            return _Copies(self.y.nbytes + self._weight(self.into) + self.x.nbytes, 2 * self.x.nbytes)
+        if self.without_blocks:
+            return _Copies(self.x.nbytes, self.x.nbytes)
+        if self.into <= _FEW_CHANNELS and not _avx2():
+            made, weight = self.x.nbytes, self._weight(self.out)
+        else:
+            made, weight = _in_blocks(self.x, self.into), self._weight(self.out, self.into)
+        twice = 1 if _avx2() or not self.strided else 2
+        return _Copies(_in_blocks(self.y, self.out) + weight + made, twice * made)
+
+    def of_weight(self) -> _Copies:
+        """The backward of the weight."""
+        if self.as_they_are:
+            return _Copies(0, 0)
+        window = max(self.weight.shape[2:])
+        if self.without_blocks or (_avx2() and self.depthwise and window != 3):
+            return _Copies(self.weight.nbytes, self.weight.nbytes)
+        read_as_it_is = self.into <= _FEW_CHANNELS and not (_avx2() and (window == 1 or self.depthwise))
+        made = self._weight(self.out, *(() if read_as_it_is else (self.into,)))
+        return _Copies(_in_blocks(self.y, self.out) + self._input(read_as_it_is), made)
+
+    def _input(self, read_as_it_is: bool) -> int:
+        """Bytes of the copies of the input and the weight."""
+        if read_as_it_is:
+            return self._weight(self.out)
+        return _in_blocks(self.x, self.into) + self._weight(self.out, self.into)
+
+    def _weight(self, *channels: int) -> int:
+        """Bytes of the copied weight, with these numbers of its channels in blocks."""
+        if self.depthwise and _avx2():
+            channels = channels[:1]
+        elif self.groups > 1:
+            channels = ()
+        return _in_blocks(self.weight, *channels)
+
+
+def _in_blocks(tensor: torch.Tensor, *channels: int) -> int:
+    """Bytes of a tensor with these numbers of channels in blocks."""
+    block, nbytes = _block(), tensor.nbytes
+    for count in channels:
+        nbytes = nbytes // count * (-(-count // block) * block)
+    return nbytes
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
     """Whether oneDNN computes a convolution of this size, unless few threads copy single elements faster."""
     large = groups > 1 or min(weight.shape[2:]) > _FEW_CHANNELS or x.shape[0] > 1 or x.numel() > _SMALL
-    return torch.backends.mkldnn.is_available() and x.dtype in _ONEDNN_DTYPES and large
+    return torch.backends.mkldnn.is_available() and x.dtype in _onednn_dtypes() and large
 
 
-def _in_blocks(nbytes: int, channels: int) -> int:
-    """Bytes of a tensor with its channels in blocks."""
-    if channels <= _FEW_CHANNELS:
-        return nbytes
-    return nbytes // channels * (-(-channels // _block()) * _block())
+@cache
+def _onednn_dtypes() -> frozenset[torch.dtype]:
+    """Dtypes of convolutions that oneDNN computes on this processor."""
+    # torch has no public question for these two.
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported(), torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    half = (
+        dtype for dtype, is_supported in zip((torch.bfloat16, torch.float16), supported, strict=True) if is_supported
+    )
+    return frozenset({torch.float32, *half})
+
+
+def _avx2() -> bool:
+    """Whether oneDNN has its kernels for AVX2, not those for AVX-512."""
+    return "512" not in torch.backends.cpu.get_cpu_capability()
 
 
 def _block() -> int:
     """Channels in a block."""
-    return 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8
+    return 8 if _avx2() else 16

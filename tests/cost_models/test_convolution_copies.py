@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from convolutions import CONVOLUTIONS, highest, predicted
+from convolutions import CONVOLUTIONS, ON_AVX2, Convolution, highest, predicted
 from torch.profiler import ProfilerActivity, profile
 
-from cost_models.memory.convolution_copies import kernels
+from cost_models.memory.convolution_copies import BACKWARD, CONVOLUTION, kernels
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -23,11 +23,38 @@ def measured(call: Callable[[], Any]) -> int:
     return highest([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_the_peak_of_a_convolution_is_that_of_its_copies(name: str) -> None:
-    convolution = CONVOLUTIONS[name]
+def check(convolution: Convolution) -> None:
     copies = partial(kernels, threads=torch.get_num_threads())
     for call in (convolution.forward, convolution.backward):
         # Scratch memory of threads is not predicted.
-        found = predicted(call("meta"), copies)
-        assert 0.88 * measured(call("cpu")) <= found <= 1.03 * measured(call("cpu"))
+        found, expected = predicted(call("meta"), copies), measured(call("cpu"))
+        assert 0.88 * expected <= found <= 1.03 * expected, call.__name__
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_peak_of_a_convolution_is_that_of_its_copies(name: str) -> None:
+    check(CONVOLUTIONS[name])
+
+
+@pytest.mark.skipif("AVX2" not in torch.backends.cpu.get_cpu_capability(), reason="needs a processor with AVX2 at best")
+@pytest.mark.parametrize("name", ON_AVX2)
+def test_the_peak_of_a_convolution_on_avx2_is_that_of_its_copies(name: str) -> None:
+    check(ON_AVX2[name])
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_transposed_convolution_has_the_copies_of_its_mirror_image(strided: bool) -> None:
+    """Its forward is the backward of the input of a convolution with the same weight."""
+    weight = torch.zeros(32, 16, 2, 2, device="meta")
+    small, large = (torch.zeros(8, channels, 16, 16, device="meta") for channels in (32, 16))
+    if strided:
+        large = torch.zeros(8, 16, 32, 32, device="meta")
+    else:
+        small = torch.zeros(8, 32, 15, 15, device="meta")
+    where = [2 if strided else 1] * 2, [0, 0], [1, 1]
+    forward = kernels(CONVOLUTION, (small, weight, None, *where, True, [0, 0], 1), large, threads=2)
+    backward = kernels(
+        BACKWARD, (small, large, weight, None, *where, False, [0, 0], 1, [True, False, False]), None, threads=2
+    )
+    assert forward == backward
+    assert forward[0].before > 0

@@ -59,6 +59,14 @@ def test_gradients_of_one_tensor_are_added_up_in_place_as_autograd_does_when_nob
     assert 3 * 40_000 <= watch.peaks["cpu:0"] < 3.5 * 40_000, "the weight and two gradients"
 
 
+def test_what_a_convolution_copies_counts_while_it_runs() -> None:
+    x, weight = torch.zeros(2, 4, 8, 8, dtype=torch.float64), torch.zeros(4, 4, 3, 3, dtype=torch.float64)
+    watch = MemoryWatch(CPUS[:1])
+    with watch.step([]), watch("cpu:0"):
+        y = nn.functional.conv2d(x, weight, padding=1)
+    assert watch.peaks["cpu:0"] == x.nbytes + weight.nbytes + y.nbytes + 9 * x.nbytes, "an element is in nine windows"
+
+
 def test_every_worker_counts_its_own_storages_whoever_frees_them() -> None:
     watch = MemoryWatch(CPUS)
     made: dict[str, torch.Tensor] = {}

@@ -49,7 +49,27 @@ CONVOLUTIONS = {
     "a channel alone": Convolution(4, 64, 64, 3, 1, 32, groups=64),
     "one small sample": Convolution(1, 64, 64, 3, 1, 16),
     "float64": Convolution(4, 64, 64, 3, 1, 32, dtype=torch.float64),
+    "groups of float64": Convolution(4, 64, 64, 3, 1, 32, groups=4, dtype=torch.float64),
+    "groups of single elements of float64": Convolution(4, 64, 48, 1, 1, 32, groups=4, dtype=torch.float64),
+    "eight channels": Convolution(16, 8, 8, 3, 1, 32),
+    "twelve channels": Convolution(16, 12, 12, 3, 1, 32),
+    "four channels": Convolution(16, 4, 4, 3, 1, 32),
     "images": Convolution(16, 3, 64, 7, 2, 64),
+}
+
+# Which of these oneDNN computes with kernels for AVX-512, and how, was not measured.
+ON_AVX2 = {
+    "more channels than come in": Convolution(16, 4, 20, 3, 1, 32),
+    "fewer channels than come in": Convolution(16, 20, 4, 3, 1, 32),
+    "images whose gradient is wanted": Convolution(16, 3, 12, 3, 1, 32),
+    "strided, in blocks that are not full": Convolution(16, 12, 12, 3, 2, 32),
+    "strided single elements of few channels": Convolution(16, 12, 20, 1, 2, 32),
+    "groups that fill no block": Convolution(64, 24, 24, 3, 1, 16, groups=2),
+    "a channel alone, wide": Convolution(16, 24, 24, 5, 1, 32, groups=24),
+    "a channel alone, wide and strided": Convolution(16, 24, 24, 5, 2, 32, groups=24),
+    "four channels alone": Convolution(16, 4, 4, 3, 1, 32, groups=4),
+    "bfloat16": Convolution(16, 16, 24, 3, 1, 32, dtype=torch.bfloat16),
+    "groups of bfloat16": Convolution(16, 16, 24, 3, 1, 32, groups=4, dtype=torch.bfloat16),
 }
 
 

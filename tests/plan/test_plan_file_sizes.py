@@ -41,7 +41,7 @@ def assert_is_short(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_an_automatic_plan_takes_less_than_10_kb(nodes: int) -> None:
     model, call = llama_of_16_layers()
     plan = autopar.plan(model, Cluster.preset("8xH100", nodes), **call)

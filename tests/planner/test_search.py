@@ -88,9 +88,9 @@ def test_stages_recompute_only_where_memory_is_short() -> None:
     roomy = make_plan(costs, options)
     assert not any(stage.recompute for stage in roomy.stages)
     largest = max(stage.peak_memory or 0 for stage in roomy.stages)
-    tight = make_plan(with_memory(costs, 0.9 * largest), options)
+    tight = make_plan(with_memory(costs, 0.7 * largest), options)
     assert any(stage.recompute for stage in tight.stages)
-    assert max(stage.peak_memory or 0 for stage in tight.stages) <= 0.9 * largest
+    assert max(stage.peak_memory or 0 for stage in tight.stages) <= 0.7 * largest
     assert (tight.predicted_step_time or 0) > (roomy.predicted_step_time or 0)
     assert "recomputing stage" in str(tight)
 
@@ -196,6 +196,36 @@ def test_sends_that_passes_hide_do_not_count(schedule: str, bandwidth: float) ->
         rival = predict(costs, Plan(stages, 8, schedule), stage_of, options.conditions)
         assert rival.predicted_step_time is not None
         assert found.predicted_step_time <= rival.predicted_step_time * (1 + 1e-9)
+
+
+def uneven(costs: CostGraph, factors: np.ndarray) -> CostGraph:
+    """`costs` where each operator takes its factor of its time."""
+    tables = [dataclasses.replace(t, forward=t.forward * factors, backward=t.backward * factors) for t in costs.tables]
+    return dataclasses.replace(costs, tables=tuple(tables))
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(data=st.data())
+def test_of_all_cuts_in_two_the_one_with_the_shortest_step_is_found(data: st.DataObject) -> None:
+    """Also with few micro-batches, for which the search's objective is far above the step of some cuts."""
+    costs = costs_of(data.draw(st.integers(2, 5)), (2,), 24)
+    random = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    costs = uneven(costs, random.uniform(0.2, 5.0, len(costs.tables[0].nodes)))
+    schedule, m = data.draw(st.sampled_from([None, "gpipe", "1f1b", "zb-h1"])), data.draw(st.integers(2, 6))
+    options = SearchOptions(schedule=schedule, n_microbatches=m, max_replicas=1, loss_inside=data.draw(st.booleans()))
+    found = make_plan(costs, options).predicted_step_time or 0.0
+    names, devices = list(costs.graph), [device.name for device in costs.devices]
+    for cut in range(1, len(names)):
+        parts = (names[:cut], names[cut:])
+        stages = tuple(
+            Stage((device,), tuple(costs.operators[name].key for name in part))
+            for device, part in zip(devices, parts, strict=True)
+        )
+        stage_of = {name: index for index, part in enumerate(parts) for name in part}
+        for under in ("gpipe", "1f1b", "zb-h1") if schedule is None else (schedule,):
+            rival = predict(costs, Plan(stages, m, under), stage_of, options.conditions).predicted_step_time or 0.0
+            # Of steps that differ by less than 0.2 % that with less memory is preferred, and one device to two by 1 %.
+            assert found <= rival * (1 + 1e-2)
 
 
 def test_hints_are_followed() -> None:

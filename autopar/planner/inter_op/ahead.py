@@ -66,7 +66,7 @@ class SearchingAhead(Searching):
             if self.least_steps[m] < self._best:
                 candidates += self._at(m, 0 if m == first else 1 if m > first else -1, candidates)
         if self.all_shapes:
-            return candidates
+            return self._with_moved(candidates)
         candidates += self._closer(candidates)
         return [*candidates, *self._everything_at_best(candidates)] if self._few_cuts else candidates
 

@@ -33,6 +33,7 @@ from autopar.planner.inter_op.cut_selection import (
     refine,
 )
 from autopar.planner.inter_op.device_assignment import assign_groups
+from autopar.planner.inter_op.moved_boundaries import partitions_near
 from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.search_counts import FEW_DEVICES
@@ -53,6 +54,11 @@ _ACTIONS_SIMULATED = 300_000  # in total; more would take longer than the search
 _MOST_PREFIXES = 2000  # cuts of a search along one order
 _ORDER_TOLERANCE = 5e-4  # share of the objective that it leaves unproven
 _FIRST_TOLERANCE = 1e-3  # share of the objective that the first look leaves unproven
+
+
+_MOVED = 0.15  # boundaries of plans are moved whose step takes up to this share longer than the fastest
+_GAIN = 1e-4  # share of the step that moving one must gain
+_ACTIONS_MOVED = 100_000  # simulated for that, in total
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Searching(SearchSpace):
             self._between(found)
         if not self.complete:
             self._refine(found)
-        return self._simulate(found)
+        return self._with_moved(self._simulate(found))
 
     def _search(self, config: Config, found: dict[Config, PartitionResult], tolerance: float) -> None:
         """The best partition under `config`, if it is promising."""
@@ -189,6 +195,43 @@ class Searching(SearchSpace):
                     seen.add(candidate.arrangement)
                     candidates.append(candidate)
         return candidates
+
+    def _with_moved(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The candidates, and the best that moving boundaries of the fastest ones leads to."""
+        left = _ACTIONS_MOVED
+        moved = []
+        seen = {candidate.arrangement for candidate in candidates}
+        fastest = min((c.timeline.step_time for c in candidates), default=0.0)
+        for candidate in sorted(candidates, key=lambda c: c.timeline.step_time):
+            config, best = candidate.config, candidate
+            if best.timeline.step_time > fastest * (1 + _MOVED):
+                break
+            if config.chunks * config.copies > 1 or config.n_microbatches == 1 or len(best.arrangement.stages) == 1:
+                continue
+            while left > 0:
+                near = [one for one in self._moved(best) if one.arrangement not in seen]
+                seen |= {one.arrangement for one in near}
+                left -= len(near) * best.solution.n_actions(config.n_microbatches)
+                better = min(near, key=lambda c: c.timeline.step_time, default=best)
+                if better.timeline.step_time >= best.timeline.step_time * (1 - _GAIN):
+                    break
+                best = better
+            if best is not candidate:
+                moved.append(best)
+        return [*candidates, *moved]
+
+    def _moved(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate with other boundaries, where its step may be shorter."""
+        config = replace(candidate.config, schedule=self.searched_as(candidate.config.schedule))
+
+        def problem_of(cuts: np.ndarray) -> Problem:
+            return self.problem_of(config, self._space_of(cuts))
+
+        near = partitions_near(candidate.found, self._space.cuts, self.graph.weight, problem_of, config.counts)
+        for busy, found in near:
+            if busy < candidate.timeline.step_time:
+                here = self._candidates(config, found)
+                yield from (one for one in here if one.config.schedule == candidate.config.schedule)
 
     def _worth_simulating(self, found: dict[Config, PartitionResult]) -> list[Config]:
         """The best of all, and the best of each schedule for every vector of device counts."""
@@ -305,7 +348,7 @@ class Searching(SearchSpace):
         Where the caller computes the loss, the objective of zb-h1 is that of gpipe; its backwards still pass the
         gradients on before they compute those of parameters.
         """
-        phased = self.ahead and self.costs.training and not self.options.loss_inside
+        phased = self.costs.training and not self.options.loss_inside
         return [name for name in ("gpipe", *(["zb-h1"] if phased else [])) if name not in self.schedules]
 
     def _by_promise(self) -> list[int]:

@@ -4,7 +4,8 @@
 2. between    numbers of micro-batches between those tried, near the best            `_between`
 3. refine     the best plans again, over cuts near theirs                            `_refine`
 4. simulate   the most promising ones                                                `_simulate`
-5. prove      search again wherever a better plan could have been left out           `prove`
+5. move       boundaries between stages, as long as simulated steps get shorter      `_with_moved`
+6. prove      search again wherever a better plan could have been left out           `prove`
 
 Clusters that are planned ahead are searched in another order (`ahead`).
 """
@@ -58,7 +59,8 @@ _FIRST_TOLERANCE = 1e-3  # share of the objective that the first look leaves unp
 
 _MOVED = 0.15  # boundaries of plans are moved whose step takes up to this share longer than the fastest
 _GAIN = 1e-4  # share of the step that moving one must gain
-_ACTIONS_MOVED = 100_000  # simulated for that, in total
+_ROUNDS_MOVED = 8  # with this many micro-batches for each stage, a step is nearly as long as the objective says
+_ACTIONS_MOVED = 100_000  # simulated for that, in total: about a second
 
 
 @dataclass(frozen=True)
@@ -198,37 +200,41 @@ class Searching(SearchSpace):
 
     def _with_moved(self, candidates: list[Candidate]) -> list[Candidate]:
         """The candidates, and the best that moving boundaries of the fastest ones leads to."""
-        left = _ACTIONS_MOVED
         moved = []
         seen = {candidate.arrangement for candidate in candidates}
         fastest = min((c.timeline.step_time for c in candidates), default=0.0)
+        left = _ACTIONS_MOVED
         for candidate in sorted(candidates, key=lambda c: c.timeline.step_time):
             config, best = candidate.config, candidate
-            if best.timeline.step_time > fastest * (1 + _MOVED):
+            if candidate.timeline.step_time > fastest * (1 + _MOVED):
                 break
-            if config.chunks * config.copies > 1 or config.n_microbatches == 1 or len(best.arrangement.stages) == 1:
+            most = _ROUNDS_MOVED * len(candidate.arrangement.stages)
+            if config.chunks * config.copies > 1 or not 1 < config.n_microbatches < most:
                 continue
-            while left > 0:
-                near = [one for one in self._moved(best) if one.arrangement not in seen]
-                seen |= {one.arrangement for one in near}
-                left -= len(near) * best.solution.n_actions(config.n_microbatches)
-                better = min(near, key=lambda c: c.timeline.step_time, default=best)
-                if better.timeline.step_time >= best.timeline.step_time * (1 - _GAIN):
-                    break
+            # Adding up the stages of one of them takes about as long as simulating half as many actions as operators.
+            each = candidate.solution.n_actions(config.n_microbatches) + len(self.costs.graph) // 2
+            better: Candidate | None = candidate
+            while better is not None:
                 best = better
+                near = [one for one in self._moved(best, left // each) if one.arrangement not in seen]
+                seen |= {one.arrangement for one in near}
+                left -= len(near) * each
+                enough = best.timeline.step_time * (1 - _GAIN)
+                shorter = (one for one in near if one.timeline.step_time < enough)
+                better = min(shorter, key=lambda c: c.timeline.step_time, default=None)
             if best is not candidate:
                 moved.append(best)
         return [*candidates, *moved]
 
-    def _moved(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidate with other boundaries, where its step may be shorter."""
+    def _moved(self, candidate: Candidate, most: int) -> Iterator[Candidate]:
+        """The candidate with other boundaries, in at most `most` ways, where its step may be shorter."""
         config = replace(candidate.config, schedule=self.searched_as(candidate.config.schedule))
 
         def problem_of(cuts: np.ndarray) -> Problem:
             return self.problem_of(config, self._space_of(cuts))
 
-        near = partitions_near(candidate.found, self._space.cuts, self.graph.weight, problem_of, config.counts)
-        for busy, found in near:
+        cuts, seconds = self._space.cuts, self.graph.weight
+        for busy, found in partitions_near(candidate.found, cuts, seconds, problem_of, config.counts, most):
             if busy < candidate.timeline.step_time:
                 here = self._candidates(config, found)
                 yield from (one for one in here if one.config.schedule == candidate.config.schedule)

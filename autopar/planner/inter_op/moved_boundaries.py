@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -25,15 +25,22 @@ from autopar.planner.inter_op.stage_tables import Mode
 
 
 def partitions_near(
-    found: PartitionResult, cuts: np.ndarray, seconds: np.ndarray, problem_of: ProblemOf, counts: Sequence[int]
+    found: PartitionResult,
+    cuts: np.ndarray,
+    seconds: np.ndarray,
+    problem_of: ProblemOf,
+    counts: Sequence[int],
+    most: int,
 ) -> Iterator[tuple[float, PartitionResult]]:
     """(seconds that its slowest stage is busy at least, partition) of those with other boundaries that hints and memory
-    allow, on the same kinds of devices.
+    allow, on the same kinds of devices; at most `most`.
 
     `cuts`: [n_cuts, n] to move boundaries to. `seconds`: [n] of the atoms, by which cuts are near. `counts`: devices of
     each pool.
     """
-    chains = list(_chains_near(found.chain(), cuts, seconds))
+    chains = list(islice(_chains_near(found.chain(), cuts, seconds), most))
+    if not chains:
+        return
     rows = np.unique(np.concatenate([found.chain(), *chains]), axis=0)
     rows = rows[np.argsort(rows.sum(axis=1), kind="stable")]
     number = {row.tobytes(): place for place, row in enumerate(rows)}

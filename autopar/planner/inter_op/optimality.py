@@ -42,11 +42,11 @@ def proof(searching: Searching, candidate: Candidate) -> ProvenBounds:
     if searching.complete and config.chunks == 1 and bound >= objective * (1 - 1e-12):
         sentence = f"proven optimal under {config.schedule} for the search's objective: {space}"
         return ProvenBounds(objective, objective, sentence)
-    near = f"within {_gap(objective, bound)} of a lower bound for all plans under {config.schedule}: {space}"
+    near = f"within {_gap(objective, bound)} of the least objective under {config.schedule}: {space}"
     if searching.complete:
         return ProvenBounds(bound, bound, near)
     anywhere = min([bound, *(searching.relaxed(c) for c in searching.bounds if c.schedule == schedule)])
-    return ProvenBounds(anywhere, bound, f"{near}; within {_gap(objective, anywhere)} of one for any cuts")
+    return ProvenBounds(anywhere, bound, f"{near}; within {_gap(objective, anywhere)} of the least for any cuts")
 
 
 def _looked_at(searching: Searching) -> str:

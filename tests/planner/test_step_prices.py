@@ -202,7 +202,7 @@ def test_where_launching_bounds_a_plan_has_fewer_and_larger_micro_batches() -> N
     cluster, width = Cluster.preset("4xA100-80"), 1024
     alone = {"max_replicas": 1, "max_shards": 1, "optimizer": "none"}
     plans = [
-        autopar.plan(deep(width, 48), cluster, **call(width, 256), **alone, compile=how)
+        autopar.plan(deep(width, 48), cluster, **call(width, 192), **alone, compile=how)
         for how in (False, True, "graphs")
     ]
     passes = [plan.n_microbatches * len(plan.stages) for plan in plans]

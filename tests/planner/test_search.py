@@ -10,6 +10,7 @@ import math
 import pickle
 import re
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import networkx as nx
@@ -175,6 +176,18 @@ def narrowed(costs: CostGraph, node: str, share: float) -> CostGraph:
     return dataclasses.replace(costs, graph=graph)
 
 
+def cut_in_two(costs: CostGraph) -> Iterator[tuple[tuple[Stage, ...], dict[str, int]]]:
+    """(two stages, the stage of each operator) for every cut along the program."""
+    names, devices = list(costs.graph), [device.name for device in costs.devices]
+    for cut in range(1, len(names)):
+        parts = (names[:cut], names[cut:])
+        stages = tuple(
+            Stage((device,), tuple(costs.operators[name].key for name in part))
+            for device, part in zip(devices, parts, strict=True)
+        )
+        yield stages, {name: index for index, part in enumerate(parts) for name in part}
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("bandwidth", [7e6, 1e7, 1e9])
 def test_sends_that_passes_hide_do_not_count(schedule: str, bandwidth: float) -> None:
@@ -185,14 +198,7 @@ def test_sends_that_passes_hide_do_not_count(schedule: str, bandwidth: float) ->
     options = dataclasses.replace(STEP, schedule=schedule, n_microbatches=8, max_replicas=1)
     found = make_plan(costs, options)
     assert found.predicted_step_time is not None
-    names, devices = list(costs.graph), [device.name for device in costs.devices]
-    for cut in range(1, len(names)):
-        parts = (names[:cut], names[cut:])
-        stages = tuple(
-            Stage((device,), tuple(costs.operators[name].key for name in part))
-            for device, part in zip(devices, parts, strict=True)
-        )
-        stage_of = {name: index for index, part in enumerate(parts) for name in part}
+    for stages, stage_of in cut_in_two(costs):
         rival = predict(costs, Plan(stages, 8, schedule), stage_of, options.conditions)
         assert rival.predicted_step_time is not None
         assert found.predicted_step_time <= rival.predicted_step_time * (1 + 1e-9)
@@ -214,14 +220,7 @@ def test_of_all_cuts_in_two_the_one_with_the_shortest_step_is_found(data: st.Dat
     schedule, m = data.draw(st.sampled_from([None, "gpipe", "1f1b", "zb-h1"])), data.draw(st.integers(2, 6))
     options = SearchOptions(schedule=schedule, n_microbatches=m, max_replicas=1, loss_inside=data.draw(st.booleans()))
     found = make_plan(costs, options).predicted_step_time or 0.0
-    names, devices = list(costs.graph), [device.name for device in costs.devices]
-    for cut in range(1, len(names)):
-        parts = (names[:cut], names[cut:])
-        stages = tuple(
-            Stage((device,), tuple(costs.operators[name].key for name in part))
-            for device, part in zip(devices, parts, strict=True)
-        )
-        stage_of = {name: index for index, part in enumerate(parts) for name in part}
+    for stages, stage_of in cut_in_two(costs):
         for under in ("gpipe", "1f1b", "zb-h1") if schedule is None else (schedule,):
             rival = predict(costs, Plan(stages, m, under), stage_of, options.conditions).predicted_step_time or 0.0
             # Of steps that differ by less than 0.2 % that with less memory is preferred, and one device to two by 1 %.

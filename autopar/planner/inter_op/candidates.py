@@ -55,8 +55,6 @@ _ACTIONS_SIMULATED = 300_000  # in total; more would take longer than the search
 _MOST_PREFIXES = 2000  # cuts of a search along one order
 _ORDER_TOLERANCE = 5e-4  # share of the objective that it leaves unproven
 _FIRST_TOLERANCE = 1e-3  # share of the objective that the first look leaves unproven
-
-
 _MOVED = 0.15  # boundaries of plans are moved whose step takes up to this share longer than the fastest
 _GAIN = 1e-4  # share of the step that moving one must gain
 _ROUNDS_MOVED = 8  # with this many micro-batches for each stage, a step is nearly as long as the objective says

@@ -373,6 +373,7 @@ def _leave() -> None:
     world = current()
     if world is not None:
         world.leave()
+    leaving.gloo_lets_go()
 
 
 def current() -> World | None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from autopar.runtime.ranks.faults.failure import Position
-from autopar.runtime.ranks.faults.leaving import all_ended
+from autopar.runtime.ranks.faults.leaving import all_ended, gloo_lets_go, gloo_threads
 from autopar.runtime.ranks.faults.watcher import Watcher
 
 # Handlers run in the reverse order: the first one registered sees what is left in the end.
@@ -121,3 +125,39 @@ def test_ranks_wait_for_each_other_only_as_long_as_all_may_come() -> None:
     assert all_ended(first, 0.0)
     second.failed(ValueError("a mistake"))
     assert not first.went_well()
+
+
+ON_LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are looked up in /proc")
+
+
+@ON_LINUX
+def test_a_script_ends_after_gloo_has_let_go_of_its_tensors() -> None:
+    """A thread that frees a tensor while the interpreter ends aborts the process."""
+    started, freed = threading.Event(), []
+
+    def works() -> None:
+        set_name = 15  # PR_SET_NAME
+        ctypes.CDLL(None).prctl(set_name, b"pt_gloo_runloop", 0, 0, 0)
+        started.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the interpreter's lock
+        freed.append(True)
+
+    thread = threading.Thread(target=works)
+    thread.start()
+    started.wait()
+    assert not gloo_lets_go(0.01)
+    assert gloo_lets_go(60.0)
+    assert freed
+    thread.join()
+
+
+@ON_LINUX
+def test_torch_names_its_gloo_threads_as_expected(tmp_path: Path) -> None:
+    before = len(gloo_threads())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(1))
+        assert len(gloo_threads()) > before
+    finally:
+        dist.destroy_process_group()
+    assert len(gloo_threads()) == before

@@ -1,7 +1,7 @@
 """What a rank does with its process groups when its script ends.
 
 ```
-   the script ends .. the watcher says so in its last beat .. groups are destroyed .. Python ends
+   the script ends .. the watcher says so in its last beat .. groups are destroyed .. gloo lets go .. Python ends
 ```
 Groups that outlive Python's interpreter are freed in any order, threads of NCCL among them; torch warns of that. Where
 autopar started torch's default group, that one is destroyed with all others. Where the user did, those that autopar
@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +27,10 @@ from autopar.runtime.ranks.faults.watcher import Watcher
 
 _PATIENCE = 5.0  # s to wait for the last beats of all ranks
 _POLL = 0.05  # s
+_LET_GO = 2.0  # s for gloo's threads
+_LOOK = 0.005  # s between two looks at them
+_GLOO_THREAD = "pt_gloo_runloop"  # as torch names them
+_TASKS = Path("/proc/self/task")  # of Linux: the threads of this process
 
 _started: list[Any] = []  # the default process group that autopar started, if it did
 _added: list[tuple[Any, Any]] = []  # (default group of that time, a group of this process that autopar added)
@@ -80,3 +85,42 @@ def all_ended(watcher: Watcher, patience: float = _PATIENCE) -> bool:
     if watcher.has_store:
         time.sleep(BEAT)  # the others read it
     return True
+
+
+def gloo_lets_go(patience: float = _LET_GO) -> bool:
+    """Wait until gloo's threads have let go of what they carried; whether they have within `patience` seconds.
+
+    A transfer counts as done shortly before its thread frees the tensors. Tensors that Python has seen need the
+    interpreter's lock for that, and a thread that asks for it while the interpreter ends aborts the process
+    ("terminate called without an active exception", github.com/pytorch/pytorch/issues/38228). Where cores are busy, a
+    script that ends right after its last transfer may be ahead of the thread. Groups that are destroyed wait for their
+    threads, but the user's are not, and others may still be referred to.
+    """
+    if not _TASKS.is_dir():
+        time.sleep(10 * _LOOK)
+        return True
+    end, idle = time.monotonic() + patience, 0
+    while idle < 2:  # a thread that waits for the lock looks idle, and gets it meanwhile
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK)
+        idle = 0 if any(map(_is_busy, gloo_threads())) else idle + 1
+    return True
+
+
+def gloo_threads() -> list[Path]:
+    """Where Linux tells of each."""
+    return [task for task in _TASKS.iterdir() if _read(task / "comm").strip() == _GLOO_THREAD]
+
+
+def _is_busy(task: Path) -> bool:
+    """Whether a thread runs, or would if a core were free. Its state stands behind its name, which is in parentheses
+    (proc(5))."""
+    return _read(task / "stat").rpartition(")")[2].split()[:1] == ["R"]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the thread has ended
+        return ""

@@ -105,6 +105,30 @@ def test_a_layer_that_no_device_holds_is_cut_over_a_mesh_and_trains_as_the_plain
 
 
 @pytest.mark.usefixtures("fast_meshes")
+@pytest.mark.parametrize("n_microbatches", [2, 4])
+def test_no_other_boundary_between_meshes_makes_the_step_shorter(
+    n_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with few micro-batches, for which the search's objective is far above the step of some cuts."""
+    monkeypatch.setattr(ShardCosts, "turns", lambda self, names: 0.5)  # operators count, not their launches alone
+    sizes = [256, 384, 128, 512, 512, 256, 384, 256, 640, 128]
+    model = nn.Sequential(*itertools.starmap(nn.Linear, itertools.pairwise(sizes)))
+    call = {**CALL, "example_args": (torch.randn(512, 256),), "target": torch.randn(512, 128)}
+    options = {"max_shards": 2, "max_replicas": 1, "n_microbatches": n_microbatches, "optimizer": "none", "tune": 0}
+    plan = autopar.plan(model, DEVICES, **call, **options)
+    assert shards(plan) == [2, 2]
+    first = len(plan.stages[0].operators)  # one for each layer
+    for boundary in range(1, len(model)):
+        other, at_first = plan, boundary > first
+        for layer in range(first, boundary) if at_first else reversed(range(boundary, first)):
+            other = other.move(str(layer), stage=0 if at_first else 1)
+        assert len(other.stages[0].operators) == boundary
+        assert plan.predicted_step_time is not None
+        assert other.predicted_step_time is not None
+        assert plan.predicted_step_time <= other.predicted_step_time * 1.01
+
+
+@pytest.mark.usefixtures("fast_meshes")
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in LONG)) for case in CASES]

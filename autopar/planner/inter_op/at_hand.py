@@ -36,7 +36,7 @@ class SearchingAtHand(Searching):
                     wide = [replace(config, least_width=2)] if config.chunks == 1 else []
                     for one in filter(self.has_kinds, [config, *wide]):
                         self._search(one, found, self.effort.tolerance)
-        return [*candidates, *self._simulate(found)]
+        return [*candidates, *self._with_moved(self._simulate(found), candidates)]
 
     def widths(self, m: int) -> list[int]:
         """Without meshes single devices only, also where the costs know meshes from a search before."""

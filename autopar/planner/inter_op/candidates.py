@@ -196,11 +196,12 @@ class Searching(SearchSpace):
                     candidates.append(candidate)
         return candidates
 
-    def _with_moved(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The candidates, and the best that moving boundaries of the fastest ones leads to."""
+    def _with_moved(self, candidates: list[Candidate], before: Sequence[Candidate] = ()) -> list[Candidate]:
+        """The candidates, and the best that moving boundaries of the fastest ones leads to. `before`: whose boundaries
+        have been moved."""
         moved = []
-        seen = {candidate.arrangement for candidate in candidates}
-        fastest = min((c.timeline.step_time for c in candidates), default=0.0)
+        seen = {candidate.arrangement for candidate in [*candidates, *before]}
+        fastest = min((c.timeline.step_time for c in [*candidates, *before]), default=0.0)
         left = _ACTIONS_MOVED
         for candidate in sorted(candidates, key=lambda c: c.timeline.step_time):
             config, best = candidate.config, candidate

@@ -202,6 +202,29 @@ def test_replicas_of_a_plan_by_hand_may_exchange_what_no_operator_cuts_by_sample
     assert not degrees_in(replace(plan, stages=(stage,)), "a tool").sequence_parallel, "nothing cuts tensors"
 
 
+class Products(nn.Module):
+    """Layers of one product each, which a plan by hand cuts by columns and gathers for the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(32, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_gradients_that_go_back_to_the_parts_of_a_gathered_tensor_are_no_sequence_parallelism() -> None:
+    how: dict[str, Any] = {"tensor": 2, "pipeline": 2, "micro_batch": 1, "zero": 1}
+    plan = Plan.by_hand(
+        Products(), Cluster.preset("8xH100"), example_args=(torch.zeros(16, 8, dtype=torch.long),), **how
+    )
+    assert not degrees_in(plan, "a tool").sequence_parallel
+    assert "--sequence-parallel" not in plan.to_megatron_args().text
+
+
 def test_sums_that_are_gathered_before_they_are_read_are_no_sequence_parallelism() -> None:
     """On their way to other samples they are scattered for a while, which saves bytes."""
     encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)

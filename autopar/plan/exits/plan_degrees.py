@@ -224,7 +224,8 @@ def _moved(sharding: StageSharding, axis: int) -> Iterator[str]:
 def _scatters_activations(sharding: StageSharding) -> bool:
     """Whether sums over parts of tensors leave each device a part: reduce-scatters in place of all-reduces.
 
-    A sum that is scattered on its way and then gathered is whole where it is read.
+    A sum that is scattered on its way and then gathered is whole where it is read. Sums of gradients alone say nothing:
+    those of a tensor that is gathered for its readers go back to its parts.
     """
     tensor = [axis for axis in range(len(sharding.mesh)) if _cuts_tensors(sharding, axis)]
     return any(
@@ -232,8 +233,7 @@ def _scatters_activations(sharding: StageSharding) -> bool:
         for axis in tensor
         for one in sharding.redistributions
         if "/" in one.tensor
-        for passage in (one.shared, one.own)
-        for side in passage
+        for side in (one.shared.forward, one.own.forward)
     )
 
 

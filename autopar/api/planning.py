@@ -72,7 +72,8 @@ def plan(
         overlap: what the training system does behind computing: "none", "all", or some of these joined by a plus.
             "gradients": reducing gradients in buckets behind the backward, once a step behind the last one.
             "parameters": gathering parameters, behind the computing before their reader; those that the optimizer's
-            step wrote behind the first forward. "sends": between stages; otherwise the sender waits. Collectives of
+            step wrote behind the first forward. "gathers": gathering activations again, behind the product for their
+            gradient (Megatron-LM). "sends": between stages; otherwise the sender waits. Other collectives of
             activations never overlap. Kernels slow down meanwhile (`cost_models.collectives.overlap`). Strategies are
             chosen as if no collective overlapped. "serial": one layer or collective after another, and no launch ahead
             of its layer, as simulators add up traces of layers. Default: "sends", as autopar's own runtime does.

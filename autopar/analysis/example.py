@@ -25,13 +25,14 @@ from autopar.capture.module_state import torch_generators_restored
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, capture, common_device, flattened
 from autopar.capture.thread_state import neutral_state
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, InputError, warn
 from cost_models import Device
 from cost_models.graphs import on_meta
 
 log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> loss
+LEFT_OUT = "predictions leave out the loss"  # begins a note of plans
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ class Example:
     def stage_loss(self) -> LossFunction | None:
         """The loss, if it runs in the last stage for every micro-batch."""
         return self.loss if self.loss_split is not None and self.loss_split.combine != "whole" else None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A note that prices leave out a loss which sees the whole batch, and why it does; none where they do not."""
+        if self.loss is None or self.stage_loss is not None or self.loss_split is None:
+            return ()
+        why = "; ".join(text for text in (self.loss_split.why, self.loss_split.error) if text)
+        return (f"{LEFT_OUT}, because it is not split into micro-batches: {why}",)
 
     @property
     def target_dims(self) -> tuple[int | None, ...]:
@@ -103,13 +112,26 @@ def examine(
     model's). Test runs of the graph depend neither on them nor on other state of the calling thread. Raises
     CaptureError, InputError.
     """
+    ahead = any(p.is_meta for p in model.parameters())  # nothing will run, so equal layers need one trace
+    if not ahead:
+        _need_values(args, kwargs)
     with untouched(model), _answered(model, args, kwargs, device_types, device) as asked, neutral_state(device_types):
-        ahead = any(p.is_meta for p in model.parameters())  # nothing will run, so equal layers need one trace
         program = capture(
             model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead, strict=strict, device=device
         )
     program = replace(program, autocast=tuple(asked))
     return program, study_call(model, program, args, kwargs, device_types, verify=verify)
+
+
+def _need_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise InputError for an input on the meta device, where the model is not."""
+    given = {
+        **{f"argument {place}": value for place, value in enumerate(args)},
+        **{f"'{k}'": v for k, v in kwargs.items()},
+    }
+    for name, value in given.items():
+        if any(isinstance(x, torch.Tensor) and x.is_meta for x in torch_private.tree_leaves(value)):
+            raise InputError(f"{name} is on the meta device and the model is not; give an example that has values")
 
 
 def study_call(
@@ -163,12 +185,13 @@ def _answered(
 def without_values(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-    """The call on the meta device, if a parameter has no values (on the meta device, or from a FakeTensorMode).
+    """The call on the meta device, if a tensor has no values (on the meta device, or from a FakeTensorMode).
 
     Then returns a copy of the model and its inputs on the meta device; any other call is returned unchanged.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    if not any(t.is_meta or torch_private.is_fake(t) for t in tensors):
+    given = [x for x in torch_private.tree_leaves((args, kwargs, target)) if isinstance(x, torch.Tensor)]
+    if not any(t.is_meta or torch_private.is_fake(t) for t in [*tensors, *given]):
         return model, args, kwargs, target
     if not all(t.is_meta and not torch_private.is_fake(t) for t in tensors):
         own = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
@@ -259,6 +282,8 @@ def example_ahead(
     example = capture_example(
         model, (), args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, verify=verify, strict=strict
     )
+    for note in example.left_out:
+        warn(note)
     if loss_fn is not None or not example.training or not returns_own_loss(example.program):
         return example
     split = study_loss(own_loss, example.program, example.batching, None, default_dims=(0,))

@@ -129,7 +129,7 @@ def _choose(costs: CostGraph, candidates: Sequence[Candidate]) -> Candidate:
     0. No more CPU workers than cores, unless more are faster by more than `several`.
     1. One device group, if several are faster by less than `several`.
     2. On one group the plain model, unless micro-batches are faster by more than `splitting`.
-    3. Among equally fast ones (`same`) the one with the lowest peak of memory.
+    3. Among equally fast ones (`same`) the one on the fewest devices, and then with the lowest peak of memory.
     """
     ahead = costs.cluster is not None
     prefer = _AHEAD if ahead else _MEASURED
@@ -151,6 +151,7 @@ def _choose(costs: CostGraph, candidates: Sequence[Candidate]) -> Candidate:
     return min(
         near,
         key=lambda c: (
+            c.arrangement.n_devices,
             max(c.timeline.peak_memory or (0,)),
             c.arrangement.n_microbatches,
             simplest[c.arrangement.schedule],

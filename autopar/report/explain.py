@@ -42,8 +42,9 @@ def explanation_text(explained: Explanation) -> str:
         parts.append(_changes("runner-up", explained.runners_up, plan, "loses"))
     if explained.limits:
         parts.append(_changes("limit or hint", explained.limits, plan, "cost"))
-    if explained.helps:
-        parts.append(_changes("what would help", explained.helps, plan, "saves"))
+    helps = tuple(change for change in explained.helps if change.gain(plan) >= 0)
+    if helps:
+        parts.append(_changes("what would help", helps, plan, "saves"))
     if explained.idle:
         parts.append("\n".join(map(bullet, idle_lines(explained))))
     if explained.partial and plan.predicted_step_time is not None:

@@ -109,7 +109,17 @@ def example_call(args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) ->
     return tuple(args or ()), dict(kwargs or {})
 
 
+def check_loss(loss_fn: object) -> None:
+    """Raise InputError for a loss that is no function."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(
+            f"loss_fn must be a function of (output, target) that returns the loss, such as "
+            f"torch.nn.functional.mse_loss, got {loss_fn!r}"
+        )
+
+
 def need_target(loss_fn: LossFunction | None, target: object) -> None:
-    """Raise InputError for a loss without a target."""
+    """Raise InputError for a loss without a target, or that is no function."""
+    check_loss(loss_fn)
     if loss_fn is not None and target is None:
         raise InputError("loss_fn needs target=: what loss_fn(output, target) compares the output with")

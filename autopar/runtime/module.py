@@ -20,6 +20,7 @@ from autopar.errors.names import with_checked_names
 from autopar.plan.display import printable, reported
 from autopar.plan.plan import Plan
 from autopar.plan.plan_report import ReportKeywords
+from autopar.runtime.arguments import check_loss
 from autopar.runtime.call_checks import Pipelined, check_process, check_tensors
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, left_to_python, visible_class
@@ -305,6 +306,7 @@ class PipelinedModule(Pipelined, nn.Module):
         the step has ended.
         """
         check_process(self._process)
+        check_loss(loss_fn)
         if (target is None) != (loss_fn is None):
             missing, what = ("target", "what loss_fn(output, target) compares the output with")
             if loss_fn is None:

@@ -76,6 +76,8 @@ class Cluster:
     sizes: tuple[int, ...] = ()  # devices of each node, where nodes differ
 
     def __post_init__(self) -> None:
+        if type(self.nodes) is not int:
+            raise DeviceError(f"nodes must be a whole number of at least 1, got {self.nodes!r}")
         if not self.node or self.nodes < 1:
             raise DeviceError(
                 f"a cluster needs 1 or more devices a node and nodes, got {len(self.node)} and {self.nodes}"

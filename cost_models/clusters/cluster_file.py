@@ -115,11 +115,15 @@ def parse_node(text: str, own: Mapping[str, DeviceSpec]) -> tuple[DeviceSpec, ..
     Raises:
         DeviceError: no devices, or an unknown device kind; the message lists the known ones.
     """
+    if not isinstance(text, str) or not all(part.strip() for part in text.split("+")):
+        raise DeviceError(f'a node is written as "8xH100" or "4xA100-80+4xT4", got {text!r}')
     specs: list[DeviceSpec] = []
     for part in text.split("+"):
         match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(.*?)\s*", part, re.DOTALL)
         assert match is not None  # the pattern matches any text
         digits, name = match.groups()
+        if not name:
+            raise DeviceError(f'{text!r} names no device behind its count; write it as "8xH100"')
         count = int((digits or "1")[-_MOST_DIGITS:]) if len((digits or "").lstrip("0")) <= _MOST_DIGITS else math.inf
         if len(specs) + count > MOST_DEVICES:
             raise DeviceError(f"{text!r} has more than {MOST_DEVICES} devices; give fewer")
@@ -162,6 +166,8 @@ def choose_network(
     """The chosen network (a value or a name); if None, the slowest of the devices' usual networks."""
     if isinstance(chosen, Network):
         return chosen
+    if chosen is not None and not isinstance(chosen, str):
+        raise DeviceError(f"{level} must be a Network or the name of one, got {chosen!r}")
     if chosen is not None:
         return network(chosen, own)
     return min((network(getattr(spec, level), own) for spec in specs), key=lambda n: n.bandwidth)

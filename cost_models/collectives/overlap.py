@@ -74,7 +74,8 @@ def overlap_named(text: str) -> Overlap:
     """
     if text == SERIAL:
         return Overlap(sends=False, launches=False)
-    names = {"none": [], "all": list(OVERLAPS)}.get(text, text.split("+") if isinstance(text, str) else [str(text)])
+    words = text.split("+") if isinstance(text, str) else [""]
+    names = list(OVERLAPS) if text == "all" else [] if text == "none" else words
     unknown = [name for name in names if name not in OVERLAPS]
     if unknown or len(set(names)) < len(names):
         some = ", ".join(OVERLAPS)

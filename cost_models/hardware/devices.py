@@ -193,7 +193,10 @@ def _torch_device(entry: str | torch.device) -> torch.device:
     try:
         place = torch.device(entry)
     except RuntimeError as error:
-        raise DeviceError(f'unknown device {entry!r}; give "cpu", "cuda" or "cuda:<index>"') from error
+        raise DeviceError(
+            f'unknown device {entry!r}; give "cpu", "cuda" or "cuda:<index>", or for devices that are not here a '
+            'Cluster, such as Cluster.preset("8xH100")'
+        ) from error
     if place.type == "cpu":
         return torch.device("cpu")
     if place.type != "cuda":

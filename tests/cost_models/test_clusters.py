@@ -7,6 +7,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -274,6 +275,24 @@ def test_an_unknown_device_or_network_is_named_among_the_known_ones() -> None:
         Cluster.preset("8xA100")
     with pytest.raises(DeviceError, match=r"unknown network 'wire'; known are .*NVLink4.*EFA"):
         Cluster.preset("8xH100", inter_node="wire")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"node": 8}, "a node is written as .*, got 8"),
+        ({"node": ""}, "a node is written as .*, got ''"),
+        ({"node": "8xH100+"}, r"a node is written as .*, got '8xH100\+'"),
+        ({"node": "2x"}, "'2x' names no device behind its count"),
+        ({"node": "8xH100", "nodes": 1.5}, "nodes must be a whole number of at least 1, got 1.5"),
+        ({"node": "8xH100", "nodes": "2"}, "nodes must be a whole number of at least 1, got '2'"),
+        ({"node": "8xH100", "nodes": True}, "nodes must be a whole number of at least 1, got True"),
+        ({"node": "8xH100", "intra_node": 3}, "intra_node must be a Network or the name of one, got 3"),
+    ],
+)
+def test_what_is_no_cluster_is_refused_by_its_value(how: dict[str, Any], said: str) -> None:
+    with pytest.raises(DeviceError, match=said):
+        Cluster.preset(**how)
 
 
 @pytest.mark.parametrize(("node", "nodes"), [("0xH100", 1), ("8xH100", 0)])

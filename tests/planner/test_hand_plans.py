@@ -266,6 +266,7 @@ def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> No
             {"tensor": 8, "data": 1, "precision": "bf16-mixed", "zero": 1},
             ["precision='bf16-mixed' is for parameters in torch.bfloat16", "zero=1 cuts", "has 4 heads"],
         ),
+        ({"overlap": ["sends"]}, ["overlap cannot be used: it is none, all", "got ['sends']"]),
         ({"tensor": 8}, ["blocks.0.attention/scaled_dot_product_attention#0 has 4 heads", "tensor=4 would be right"]),
     ],
 )
@@ -274,6 +275,25 @@ def test_everything_that_contradicts_is_said_at_once(degrees: dict[str, Any], te
         by_hand(Cluster.preset("8xH100"), **degrees)
     for text in texts:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("data", ["2", 0, 1.5, True])
+def test_a_wrong_number_of_replicas_is_all_that_is_wrong(data: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        by_hand(Cluster.preset("8xH100"), tensor=2, data=data)
+    assert str(caught.value).endswith(f"\n  data must be a whole number of at least 1, got {data!r}")
+
+
+def test_replicas_that_nobody_asked_for_are_not_what_should_change() -> None:
+    with pytest.raises(PlanError) as caught:
+        by_hand(Cluster.preset("8xH100", 3), tensor=2, pipeline=4)
+    assert "tensor=2 x pipeline=4 leave data=3 replicas of 24 devices" in str(caught.value)
+    assert "the batch of 8 samples is no multiple of 3; give a batch that is, or other degrees" in str(caught.value)
+
+
+def test_a_model_without_layers_has_nothing_to_divide() -> None:
+    with pytest.raises(PlanError, match=r"pipeline=1 makes 1 stage, but the model has 0 layers: .*nothing to divide"):
+        Plan.by_hand(nn.Identity(), Cluster.preset("8xH100"), example_args=(torch.zeros(8, 4),))
 
 
 @pytest.mark.parametrize(("devices", "right"), [(3, 1), (6, 2), (12, 4)])

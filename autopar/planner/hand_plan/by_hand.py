@@ -90,7 +90,7 @@ def plan_by_hand(
         configurations, not_followed = (), ()
     priced = predict(costs, plan, stage_of, search.conditions, configurations)
     estimated = f"estimated from the data sheets of {cluster.title}, not measured"
-    notes = (f"{BY_HAND}{_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), estimated)
+    notes = (f"{BY_HAND}{_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), *example.left_out, estimated)
     return replace(
         priced,
         split=(),

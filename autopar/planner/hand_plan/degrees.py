@@ -32,7 +32,7 @@ def read_degrees(
     sequence_parallel: Any,
 ) -> tuple[Degrees, list[str]]:
     """The degrees that a user asks for, with what follows from the others filled in, and everything that is wrong with
-    them, each with what would be right. Degrees that are no numbers or names count as their defaults.
+    them, each with what would be right. Degrees that are no numbers or names count as if they were not given.
 
     `splittable`: why the batch of the model cannot be split, "" if it can. `least`: samples that a micro-batch needs.
     `n_layers`: that stages can be made of.
@@ -50,7 +50,8 @@ def read_degrees(
     if type(sequence_parallel) is not bool:
         problems.append(f"sequence_parallel must be True or False, got {sequence_parallel!r}")
         sequence_parallel = False
-    usable = {name: 1 if name in wrong else n for name, n in counts.items()}  # so that other problems are found, too
+    usable = {name: n for name, n in counts.items() if name not in wrong}  # so that other problems are found, too
+    usable = {"tensor": 1, "pipeline": 1, "chunks": 1} | usable
     parallel = usable["tensor"] * usable["pipeline"]
     replicas = usable.get("data", max(1, n_devices // parallel))
     few = usable["pipeline"] > 1 and not splittable
@@ -64,10 +65,14 @@ def read_degrees(
         batch=batch,
         **chosen,
     )
-    return wanted, [*problems, *_contradictions(wanted, n_devices, n_layers, splittable, least)]
+    given = "data" in usable
+    return wanted, [*problems, *_contradictions(wanted, given, n_devices, n_layers, splittable, least)]
 
 
-def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: str, least: int) -> Iterator[str]:
+def _contradictions(
+    wanted: Degrees, given: bool, n_devices: int, n_layers: int, splittable: str, least: int
+) -> Iterator[str]:
+    """`given`: whether the user gave `data`; else it follows from the other degrees."""
     tensor, pipeline, data, chunks = wanted.tensor, wanted.pipeline, wanted.data, wanted.chunks
     product = tensor * pipeline * data
     if product != n_devices:
@@ -76,7 +81,13 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
         yield f"tensor={tensor} x pipeline={pipeline} x data={data} are {product} devices, not {n_devices}; {right}"
     samples = data * wanted.micro_batch
     each, uneven = divmod(wanted.batch, data)
-    if uneven:
+    if uneven and not given:
+        yield (
+            f"tensor={tensor} x pipeline={pipeline} leave data={data} replicas of {n_devices} devices, which share "
+            f"each batch, but the batch of {wanted.batch} samples is no multiple of {data}; give a batch that is, or "
+            "other degrees"
+        )
+    elif uneven:
         most = largest_divisor(math.gcd(wanted.batch, n_devices), data)
         yield (
             f"data={data} replicas share each batch, but the batch of {wanted.batch} samples is no multiple of {data}; "
@@ -102,10 +113,9 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
         )
     if n_layers < wanted.n_stages:
         of = f"pipeline={pipeline} x chunks={chunks}" if chunks > 1 else f"pipeline={pipeline}"
-        yield (
-            f"{of} makes {wanted.n_stages} stages, but the model has {n_layers} layers: some stages would have none; "
-            f"give at most {n_layers} stages"
-        )
+        stages, layers = _number(wanted.n_stages, "stage"), _number(n_layers, "layer")
+        at_most = f"give at most {_number(n_layers, 'stage')}" if n_layers else "it has nothing to divide"
+        yield f"{of} makes {stages}, but the model has {layers}: some stages would have none; {at_most}"
     if chunks > 1 and wanted.schedule != _INTERLEAVED:
         yield f"chunks={chunks} needs schedule='{_INTERLEAVED}', got {wanted.schedule!r}"
     if chunks > 1 and pipeline == 1:
@@ -117,3 +127,7 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
             "sequence_parallel=True cuts activations over the devices that cut tensors, and tensor=1 has one; "
             "give tensor=2 or more, or sequence_parallel=False"
         )
+
+
+def _number(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

@@ -142,7 +142,7 @@ def test_ranks_wait_for_what_they_send_over_nccl() -> None:
         plan = predict_any(Plan.from_split({"0": 0, "1": 1}, n_microbatches=4), example, slow, search.conditions)
         assert all(transfer.blocking is (backend == "nccl") for transfer in plan.transfers)
         steps[backend] = plan.predicted_step_time or 0.0
-    assert steps["nccl"] > steps["gloo"] + 0.1
+    assert steps["nccl"] > steps["gloo"] + 0.05  # a message and more, but for what handling one was measured to take
 
 
 @given(HOSTS, st.data())

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from autopar.errors import PlanError
 from autopar.errors.names import near, with_checked_names
 from autopar.hints.module_paths import ancestors, nearest
+from autopar.plan.degrees import check_zero
 from autopar.plan.display import priced_like
 from autopar.plan.file_format.folding import Layer, layer_of
 from autopar.plan.recompute import recompute_by_stage, recompute_flags
@@ -75,9 +77,29 @@ class PlanChanges:
                 whose micro-batches they cannot share out.
         """
         plan = cast("Plan", self)
-        other = changed(plan, n_microbatches=n_microbatches, schedule=schedule, recompute=recompute)
+        decisions: dict[str, Any] = {"n_microbatches": n_microbatches, "schedule": schedule, "recompute": recompute}
+        try:
+            other = changed(plan, **decisions)
+            check_zero(zero)
+        except PlanError:
+            _refuse_all(plan, decisions, zero)
+            raise
         found: Plan = priced_like(plan, other, zero=zero, n_microbatches=n_microbatches)
         return found
+
+
+def _refuse_all(plan: Plan, decisions: Mapping[str, Any], zero: int | None) -> None:
+    """Raise PlanError with everything that is wrong with several decisions, each by itself."""
+    problems = []
+    checks: list[Callable[[], object]] = [partial(changed, plan, **{name: value}) for name, value in decisions.items()]
+    checks.append(partial(check_zero, zero))
+    for check in checks:
+        try:
+            check()
+        except PlanError as error:
+            problems.append(str(error))
+    if problems:
+        raise PlanError("\n".join(problems)) from None
 
 
 def changed(

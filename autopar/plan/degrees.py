@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.errors import PlanError
+
 DEGREES = (
     *("tensor", "pipeline", "data", "micro_batch", "schedule", "chunks", "zero", "recompute"),
     "sequence_parallel",
@@ -19,6 +21,12 @@ DEGREES = (
 
 ZERO = (0, 1, 2, 3)
 """Stages of ZeRO (Rajbhandari et al., 2020)."""
+
+
+def check_zero(zero: object) -> None:
+    """Raise PlanError for what is no stage of ZeRO; None says nothing of it."""
+    if zero is not None and (type(zero) is not int or zero not in ZERO):
+        raise PlanError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
 
 
 @dataclass(frozen=True)

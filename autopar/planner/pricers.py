@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.plan.degrees import ZERO
+from autopar.plan.degrees import check_zero
 from autopar.plan.display import priced_like
 from autopar.plan.exits.plan_degrees import zero_of
 from autopar.plan.plan import Plan
@@ -41,8 +41,7 @@ def pricer_of(plan: Plan) -> Pricer | None:
 @priced_like.register
 def _(before: Plan, after: Plan, *, zero: int | None = None, n_microbatches: int | None = None) -> Plan:
     pricer = _pricers.of(before)
-    if zero is not None and (type(zero) is not int or zero not in ZERO):
-        raise PlanError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
+    check_zero(zero)
     if zero is not None and not (zero == 0 and _cuts_nothing(after)):
         if pricer is None or pricer.at_zero is None:
             raise PlanError(

@@ -179,6 +179,10 @@ def test_what_stays_as_it_is_is_the_same_plan() -> None:
     [
         ({"n_microbatches": 9}, "n_microbatches is 9, but the batch has 8 samples"),
         ({"n_microbatches": 0, "schedule": "zigzag"}, "(?s)n_microbatches must be at least 1.*schedule must be one of"),
+        (
+            {"n_microbatches": 0, "schedule": "zigzag", "recompute": "ful", "zero": 4},
+            "(?s)n_microbatches must be at least 1.*schedule must be one of.*recompute must be one of.*zero must be",
+        ),
         ({"recompute": "ful"}, "recompute must be one of none, selective, full, selective-op, stage, got 'ful'"),
         ({"recompute": {2: "full"}}, r"recompute names 2, but there are stages 0\.\.1"),
         ({"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),

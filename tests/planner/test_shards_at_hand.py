@@ -105,7 +105,7 @@ def test_a_layer_that_no_device_holds_is_cut_over_a_mesh_and_trains_as_the_plain
 
 
 @pytest.mark.usefixtures("fast_meshes")
-@pytest.mark.parametrize("n_microbatches", [2, 4])
+@pytest.mark.parametrize("n_microbatches", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_no_other_boundary_between_meshes_makes_the_step_shorter(
     n_microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

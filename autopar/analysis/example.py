@@ -113,7 +113,7 @@ def examine(
     CaptureError, InputError.
     """
     ahead = any(p.is_meta for p in model.parameters())  # nothing will run, so equal layers need one trace
-    if not ahead:
+    if any(not t.is_meta for t in [*model.parameters(), *model.buffers()]):
         _need_values(args, kwargs)
     with untouched(model), _answered(model, args, kwargs, device_types, device) as asked, neutral_state(device_types):
         program = capture(

@@ -85,7 +85,8 @@ def test_inputs_need_no_values_for_a_cluster_and_need_them_where_they_run() -> N
     ]
     assert len({plan.predicted_step_time for plan in plans}) == 1
     assert not any(p.is_meta for p in model.parameters())
-    assert autopar.plan(nn.Tanh(), CLUSTER, example_args=(meta,)).predicted_step_time
+    with pytest.raises(InputError, match="nothing to divide over devices"):  # it lacks values as little as its input
+        autopar.plan(nn.Tanh(), CLUSTER, example_args=(meta,))
     with pytest.raises(InputError, match="argument 0 is on the meta device and the model is not"):
         autopar.plan(model, ["cpu", "cpu"], example_args=(meta,), target=X, **call)
 

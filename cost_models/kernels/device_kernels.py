@@ -6,6 +6,7 @@ an element. Code that runs a graph on meta tensors to learn what a device would 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,13 +107,46 @@ def _attention_on_gpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """In one kernel. None where GPUs have none: for a mask that requires a gradient, other than four dimensions,
-    double precision, and groups of heads with a mask or in single precision (torch.nn.attention.SDPBackend)."""
+    """In one kernel. By products and a softmax where GPUs have none: for a mask that requires a gradient, other than
+    four dimensions, double precision, and groups of heads with a mask or in single precision
+    (torch.nn.attention.SDPBackend)."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     unfit = query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad) or query.dtype == torch.float64
     if unfit or (query.shape[1] != key.shape[1] and (attn_mask is not None or not half)):
-        return None
+        return _by_products(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _in_one_kernel(query, key, value, attn_mask)
+
+
+def _by_products(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | None:
+    """With a dropout of the scores that keeps one byte a score, as on a GPU; None where nothing is dropped, or all.
+
+    The dropout inside of torch's own attention is out of the reach of functions in Python. The rest is done as there
+    (torch: aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math).
+    """
+    if not 0 < dropout < 1:
+        return None
+    dtype, groups = query.dtype, query.shape[-3] // key.shape[-3] if enable_gqa else 1
+    if dtype in (torch.float16, torch.bfloat16):  # sums are in float32
+        query, key, value = query.float(), key.float(), value.float()
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = query * factor @ (key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores += torch.where(mask, 0.0, float("-inf")) if mask.dtype == torch.bool else mask
+    kept: torch.Tensor = torch.native_dropout(torch.softmax(scores, -1), dropout, True)[0]
+    return (kept @ value).to(dtype)
 
 
 def _dropout_on_gpu(

@@ -134,6 +134,29 @@ def test_a_gpu_keeps_a_byte_an_element_of_a_dropout_and_no_scores_of_an_attentio
     assert out.requires_grad
 
 
+def test_a_gpu_keeps_a_byte_a_score_of_the_dropout_of_an_attention_by_products() -> None:
+    """Besides: the scores after the softmax and after the dropout, and the factors of both products."""
+    q, k, v = (torch.empty(2, 4, 64, 8, device="meta", requires_grad=True) for _ in range(3))
+    mask = torch.empty(1, 4, 64, 64, device="meta", requires_grad=True)  # no kernel on GPUs has its gradient
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor.untyped_storage())
+        kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), DeviceKernels("cuda"):
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1)
+    scores = 2 * 4 * 64 * 64
+    assert Counter(kept.values())[4 * scores] == 2
+    assert Counter(kept.values())[scores] == 1
+    assert sum(kept.values()) == 9 * scores + 3 * q.nbytes
+    out.backward(torch.empty_like(out))
+    assert mask.grad is not None
+    assert mask.grad.shape == mask.shape
+
+
 def test_what_shares_memory_shares_it_on_another_device() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -82,7 +82,8 @@ def calibrate(device: Device, cache: MeasurementCache | None = None, budget: flo
     float32 and bfloat16, on a CPU of float32. Operators are timed with operands in turn, so that weights come from
     memory as they do in a model.
     """
-    key = signature_key("calibration", device.kind, device.threads)
+    how = ("recorded",) if device.torch_device.type == "cuda" else ()
+    key = signature_key("calibration", device.kind, device.threads, *how)
     known = cache.get(key, Calibration.from_json) if cache is not None else None
     if known is not None:
         return known
@@ -96,13 +97,15 @@ def calibrate(device: Device, cache: MeasurementCache | None = None, budget: flo
 def _calibrate(place: torch.device, budget: float) -> Calibration:
     gpu = place.type == "cuda"
     bandwidth = _copy_bandwidth(place, 1 << (30 if gpu else 26))
-    launch = _seconds(Probe(_aten.relu.default, ((16,),)), torch.float32, place, 0.02)
+    smallest = Probe(_aten.relu.default, ((16,),))
+    launch = _seconds(smallest, torch.float32, place, 0.02)
+    gap = _seconds(smallest, torch.float32, place, 0.02, recorded=True) if gpu else launch
     dtypes = [torch.float32, torch.bfloat16] if gpu else [torch.float32]
     probes = [(probe, dtype) for dtype in dtypes for probe in _probes(large=gpu)]
     measured: list[tuple[Kernel, float]] = []
     for probe, dtype in probes:
-        seconds = _seconds(probe, dtype, place, budget / len(probes))
-        measured.append((_kernel(probe, dtype), max(seconds - launch, seconds / 100)))
+        seconds = _seconds(probe, dtype, place, budget / len(probes), recorded=gpu)
+        measured.append((_kernel(probe, dtype), max(seconds - gap, seconds / 100)))
     peaks = {d: max(k.flops / s for k, s in measured if k.dtype == d) for d in dtypes}
     return Calibration(Rates(peaks, bandwidth, launch), _fit(measured, peaks, bandwidth))
 
@@ -175,21 +178,39 @@ def _kernel(probe: Probe, dtype: torch.dtype) -> Kernel:
     return kernel
 
 
-def _seconds(probe: Probe, dtype: torch.dtype, place: torch.device, budget: float) -> float:
-    """Seconds of one call: the least of five rounds, each over several sets of operands."""
+def _seconds(probe: Probe, dtype: torch.dtype, place: torch.device, budget: float, *, recorded: bool = False) -> float:
+    """Seconds of one call: the least of five rounds, each over several sets of operands.
+
+    `recorded`: the GPU runs the calls from a recorded graph, as the host takes longer to launch a small kernel than the
+    GPU to run it.
+    """
     nbytes = sum(torch.Size(shape).numel() for shape in probe.shapes) * dtype.itemsize
     operands = [torch.randn(shape, dtype=dtype, device=place) for shape in probe.shapes]
     sets = [
         [tensor.roll(shift).requires_grad_(probe.gradient) for tensor in operands]
         for shift in range(max(1, min(_SETS, _SETS_BYTES // nbytes)))
     ]
-    with torch.set_grad_enabled(probe.gradient):
+    # A backward runs on its forward's stream, which has to be the one that records.
+    stream = torch.cuda.Stream(place) if recorded else None
+    if stream is not None:
+        synchronize(place)
+    with torch.set_grad_enabled(probe.gradient), torch.cuda.stream(stream):
         calls = [_prepared(probe, tensors) for tensors in sets]
         _run(calls[:1], place)  # lazy initialisation
         once = _run(calls[-2:], place) / len(calls[-2:])
         n = max(2, min(1000, round(budget / 6 / max(once, 1e-7))))
         many = list(itertools.islice(itertools.cycle(calls), n))
+        if stream is not None:
+            many = [_recorded(many, stream).replay]
         return min(_run(many, place) / n for _ in range(5))  # what disturbs only adds
+
+
+def _recorded(calls: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph
 
 
 def _prepared(probe: Probe, tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:

@@ -600,3 +600,14 @@ def test_this_machine_can_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None
         assert found.efficiency.compute[kind].best > 0
     for kind in MEMORY_KINDS:
         assert found.efficiency.memory[kind].best > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_kernel_of_a_calibrated_gpu_moves_bytes_faster_than_its_memory() -> None:
+    """Large kernels against a large copy; timed as they are launched, they took less than no time."""
+    found = calibrate(parse_devices("cuda:0")[0], budget=2.0)
+    bandwidth = found.rates.bandwidth
+    assert {kind: curve.achieved(1 << 29, bandwidth) < 1.5 for kind, curve in found.efficiency.memory.items()} == (
+        dict.fromkeys(found.efficiency.memory, True)
+    )

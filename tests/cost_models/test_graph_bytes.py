@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -115,8 +117,9 @@ def test_attention_is_in_one_kernel_where_torch_has_it_so(
     assert_same(real, meta)
 
 
-def test_a_gpu_keeps_a_byte_an_element_of_a_dropout_and_no_scores_of_an_attention_that_drops() -> None:
-    q = torch.empty(2, 4, 64, 8, device="meta", requires_grad=True)
+@contextmanager
+def kept_on_a_gpu() -> Iterator[dict[int, int]]:
+    """Bytes of every storage that is kept for the backward inside."""
     kept: dict[int, int] = {}
     alive = []
 
@@ -126,6 +129,12 @@ def test_a_gpu_keeps_a_byte_an_element_of_a_dropout_and_no_scores_of_an_attentio
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), DeviceKernels("cuda"):
+        yield kept
+
+
+def test_a_gpu_keeps_a_byte_an_element_of_a_dropout_and_no_scores_of_an_attention_that_drops() -> None:
+    q = torch.empty(2, 4, 64, 8, device="meta", requires_grad=True)
+    with kept_on_a_gpu() as kept:
         out = torch.nn.functional.dropout(q, 0.1)
         assert sum(kept.values()) == q.numel()
         kept.clear()
@@ -138,15 +147,7 @@ def test_a_gpu_keeps_a_byte_a_score_of_the_dropout_of_an_attention_by_products()
     """Besides: the scores after the softmax and after the dropout, and the factors of both products."""
     q, k, v = (torch.empty(2, 4, 64, 8, device="meta", requires_grad=True) for _ in range(3))
     mask = torch.empty(1, 4, 64, 64, device="meta", requires_grad=True)  # no kernel on GPUs has its gradient
-    kept: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        alive.append(tensor.untyped_storage())
-        kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), DeviceKernels("cuda"):
+    with kept_on_a_gpu() as kept:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1)
     scores = 2 * 4 * 64 * 64
     assert Counter(kept.values())[4 * scores] == 2

@@ -141,7 +141,7 @@ def _by_products(
         key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
     if is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
     scores = query * factor @ (key.transpose(-2, -1) * factor)
     if mask is not None:
         scores += torch.where(mask, 0.0, float("-inf")) if mask.dtype == torch.bool else mask

@@ -143,12 +143,13 @@ def test_a_gpu_keeps_a_byte_an_element_of_a_dropout_and_no_scores_of_an_attentio
     assert out.requires_grad
 
 
-def test_a_gpu_keeps_a_byte_a_score_of_the_dropout_of_an_attention_by_products() -> None:
+@pytest.mark.parametrize("scale", [None, 1.0, -0.5])
+def test_a_gpu_keeps_a_byte_a_score_of_the_dropout_of_an_attention_by_products(scale: float | None) -> None:
     """Besides: the scores after the softmax and after the dropout, and the factors of both products."""
     q, k, v = (torch.empty(2, 4, 64, 8, device="meta", requires_grad=True) for _ in range(3))
     mask = torch.empty(1, 4, 64, 64, device="meta", requires_grad=True)  # no kernel on GPUs has its gradient
     with kept_on_a_gpu() as kept:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1, scale=scale)
     scores = 2 * 4 * 64 * 64
     assert Counter(kept.values())[4 * scores] == 2
     assert Counter(kept.values())[scores] == 1

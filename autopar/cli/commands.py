@@ -245,7 +245,7 @@ def compare(
     named = {"--plan": plan, "--by-hand": by_hand, "--split": split, "--configuration": configuration}
     check_names_differ({option: entries or () for option, entries in named.items()}, systems)
     splits, files = list(map(named_split, split or ())), list(map(named_configuration, configuration or ()))
-    degrees = list(map(named_degrees, by_hand or ()))
+    degrees = named_degrees(by_hand or ())
     plans: dict[str, Plan | None] = {"auto": None, **dict(map(named_plan, plan or ()))}
     place, call = devices_or_cluster(devices, cluster, nodes), load_call(factory)
     n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"

@@ -57,14 +57,26 @@ def named_split(entry: str) -> tuple[str, dict[str, int]]:
     return name, {module: int(stage) for module, _, stage in parts}
 
 
-def named_degrees(entry: str) -> tuple[str, dict[str, Any]]:
-    """The name and the degrees of `NAME=tensor=8,pipeline=4,overlap=gradients`, with how a step is run.
+def named_degrees(entries: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """The names and the degrees of `NAME=tensor=8,pipeline=4,overlap=gradients`, with how a step is run.
 
-    Raises BadParameter that names everything that is wrong.
+    Raises BadParameter that names everything that is wrong with any of them.
     """
+    read, refused = [], []
+    for entry in entries:
+        name, degrees, problems = _named_degrees(entry)
+        read.append((name, degrees))
+        refused += [f"{entry!r}: {'; '.join(problems)}"] if problems else []
+    if refused:
+        raise typer.BadParameter("\n".join(refused), param_hint="--by-hand")
+    return read
+
+
+def _named_degrees(entry: str) -> tuple[str, dict[str, Any], list[str]]:
+    """The name and the degrees of an entry, and what is wrong with it."""
     name, equals, text = entry.partition("=")
     if not (name and equals and text):
-        raise typer.BadParameter(f"{entry!r} is not NAME=DEGREE=VALUE,...", param_hint="--by-hand")
+        return name, {}, ["it is not NAME=DEGREE=VALUE,..."]
     degrees: dict[str, Any] = {}
     problems = []
     for part in text.split(","):
@@ -78,9 +90,7 @@ def named_degrees(entry: str) -> tuple[str, dict[str, Any]]:
             problems.append(f"it gives {key} twice")
         else:
             degrees[key] = _value(value)
-    if problems:
-        raise typer.BadParameter(f"{entry!r}: {'; '.join(problems)}", param_hint="--by-hand")
-    return name, degrees
+    return name, degrees, problems
 
 
 def plans_by_hand(

@@ -11,6 +11,7 @@ from typing import Any
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import least_seconds, model_flops, tokens_of
+from autopar.errors import InfeasibleError
 from autopar.options import PlanOptions
 from autopar.plan.diff import PlanDiff
 from autopar.plan.display import drawn
@@ -79,12 +80,15 @@ class ClusterComparison(Result):
     batch_size: int  # samples
     flops: float  # of a step
     training: bool
+    missing: tuple[tuple[str, str], ...] = ()  # names without a row, and why no plan that a search may choose fits
 
     def __getitem__(self, name: str) -> PlannedRow:
         """The row of a plan. Raises KeyError for an unknown name."""
         for row in self.rows:
             if row.name == name:
                 return row
+        if name in dict(self.missing):
+            raise KeyError(f"there is no plan {name!r}: {dict(self.missing)[name]}")
         raise KeyError(f"there is no plan {name!r}; known are {', '.join(row.name for row in self.rows)}")
 
     @property
@@ -109,6 +113,7 @@ class ClusterComparison(Result):
             "flops": self.flops,
             "training": self.training,
             "fastest": self.fastest.name,
+            "missing": dict(self.missing),
             "rows": [_as_json(row) | {"fastest_does_otherwise": self._otherwise(row.name)} for row in self.rows],
         }
         return json.dumps(data, indent=1)
@@ -128,23 +133,32 @@ def compare_ahead(
 ) -> ClusterComparison:
     """Price every plan (None: the plan of the search under `options`) on `cluster`.
 
-    Raises PlanError for a plan that fits neither the model nor the cluster, and InfeasibleError like `plan_ahead`.
+    Where no plan of the search fits, the other plans are priced all the same. Raises PlanError for a plan that fits
+    neither the model nor the cluster, and InfeasibleError like `plan_ahead` where there is nothing else to show.
     """
     flops = model_flops(example)
     least = least_seconds(flops, cluster)
     samples, tokens = max(1, example.program.batch_size), tokens_of(example)
     usable = min(usable_memory(spec.memory, spec.device_type) for spec in cluster.node)
-    rows = []
+    rows, missing = [], []
     for number, (name, plan) in enumerate(plans.items()):
         progress(name, number / len(plans))
-        priced = (
-            plan_ahead(example, cluster, options, progress)
-            if plan is None
-            else priced_ahead(plan, example, cluster, options, progress)
-        )
-        rows.append(PlannedRow(name, priced, samples, tokens, least, usable))
-    total = sum(flops.values())
-    return ClusterComparison(tuple(rows), cluster.title, len(cluster.devices), samples, total, example.training)
+        try:
+            priced = (
+                plan_ahead(example, cluster, options, progress)
+                if plan is None
+                else priced_ahead(plan, example, cluster, options, progress)
+            )
+        except InfeasibleError as error:
+            if all(other is None for other in plans.values()):
+                raise
+            missing.append((name, str(error)))
+        else:
+            rows.append(PlannedRow(name, priced, samples, tokens, least, usable))
+    total, devices = sum(flops.values()), len(cluster.devices)
+    return ClusterComparison(
+        tuple(rows), cluster.title, devices, samples, total, example.training, missing=tuple(missing)
+    )
 
 
 def _as_json(row: PlannedRow) -> dict[str, Any]:

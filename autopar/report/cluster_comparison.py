@@ -34,6 +34,7 @@ def _comparison(comparison: ClusterComparison) -> str:
         for row in comparison.rows
         if not row.fits
     ]
+    done += [paragraph(f"{name} has no row: {why}") for name, why in comparison.missing]
     assumed = {row.name: str(row.plan.assumed) for row in comparison.rows if row.plan.assumed is not None}
     if len(set(assumed.values())) > 1:  # prices that do not compare plans alone
         done += [paragraph(f"{name} is priced for a step with {how}") for name, how in assumed.items()]

@@ -55,6 +55,8 @@ def cluster_comparison_report(comparison: ClusterComparison, command: str | None
         Figure("its model FLOPs utilisation", utilisation_text(fastest.utilisation), "of all devices, used or not"),
     ]
     blocks: list[Block] = [Figures(tuple(figures)), _cluster_table(comparison), _cluster_bars(comparison)]
+    if comparison.missing:
+        blocks.append(Points(tuple(f"{name} has no row: {why}" for name, why in comparison.missing)))
     if others:
         blocks.append(Points(tuple(f"{fastest.name} against {row.name}: {gained(row, fastest)}" for row in others)))
     assumed = {str(row.plan.assumed) for row in comparison.rows if row.plan.assumed is not None}

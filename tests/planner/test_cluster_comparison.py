@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
-from autopar import Cluster, ClusterComparison, InputError, Plan, PlanError
+from autopar import Cluster, ClusterComparison, InfeasibleError, InputError, Plan, PlanError
 
 WIDTH, BATCH = 1024, 64
 
@@ -88,6 +89,26 @@ def test_a_plan_that_does_not_fit_is_said_and_not_the_fastest() -> None:
     assert result["cut"].fits
     assert result.fastest.name == "cut"
     assert "whole does not fit: it needs" in str(result)
+
+
+def test_plans_by_hand_are_shown_where_no_plan_of_the_search_fits(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(20_000, 20_000) for _ in range(4)))
+        rows = torch.empty(8, 20_000)
+    call = {**CALL, "example_args": (rows,), "target": rows}
+    cluster = Cluster.preset("1xT4")
+    hand = Plan.by_hand(model, cluster, **call)
+    result = autopar.compare(model, cluster, {"auto": None, "hand": hand}, **call)
+    assert isinstance(result, ClusterComparison)
+    assert [row.name for row in result.rows] == ["hand"]
+    assert "auto has no row: no plan fits" in " ".join(str(result).split())
+    assert "no plan fits" in json.loads(result.to_json())["missing"]["auto"]
+    with pytest.raises(KeyError, match="no plan fits"):
+        result["auto"]
+    result.report().save(tmp_path / "page.html")
+    assert "auto has no row" in (tmp_path / "page.html").read_text()
+    with pytest.raises(InfeasibleError):
+        autopar.compare(model, cluster, **call)
 
 
 def test_the_text_and_the_json_hold_every_plan() -> None:

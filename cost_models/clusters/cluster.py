@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, permutations
@@ -254,6 +254,11 @@ class Cluster:
         """The link of every ordered pair of devices by their names, computed on access."""
         return _Links(self)
 
+    @cached_property
+    def shared_links(self) -> dict[Hashable, Link]:
+        """Those that `sends.shared_link` has found, by the pairs of meshes."""
+        return {}
+
     def links_among(self, devices: Sequence[Device | str]) -> set[Link]:
         """The different links between any two of the devices."""
         names = [device if isinstance(device, str) else device.name for device in devices]
@@ -351,12 +356,16 @@ class _Links(Mapping[tuple[str, str], Link]):
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._known: dict[tuple[str, str], Link] = {}  # those asked for: a search asks for the same ones very often
 
     def __getitem__(self, pair: tuple[str, str]) -> Link:
-        try:
-            return self._cluster.link(*pair)
-        except DeviceError as error:
-            raise KeyError(pair) from error
+        found = self._known.get(pair)
+        if found is None:
+            try:
+                found = self._known[pair] = self._cluster.link(*pair)
+            except DeviceError as error:
+                raise KeyError(pair) from error
+        return found
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return permutations((device.name for device in self._cluster.devices), 2)

@@ -49,9 +49,13 @@ def shared_link(cluster: Cluster, pairs: Sequence[tuple[Sequence[str], Sequence[
 
     Its bandwidth is that of the slowest, in bytes that a device of the target receives.
     """
-    links = _served_links(cluster, [MeshSend(source, target, 1.0) for source, target in pairs])
-    known = [link for link in links if link is not None]
-    return Link(max((x.latency for x in known), default=0.0), min((x.bandwidth for x in known), default=math.inf))
+    key = tuple((tuple(source), tuple(target)) for source, target in pairs)
+    if key not in cluster.shared_links:
+        links = _served_links(cluster, [MeshSend(source, target, 1.0) for source, target in key])
+        served = [link for link in links if link is not None]
+        latency = max((link.latency for link in served), default=0.0)
+        cluster.shared_links[key] = Link(latency, min((link.bandwidth for link in served), default=math.inf))
+    return cluster.shared_links[key]
 
 
 def _served_links(cluster: Cluster, messages: Sequence[MeshSend]) -> list[Link | None]:

@@ -23,7 +23,8 @@ from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.small_atoms import join_small_atoms
-from autopar.planner.inter_op.stage_bytes import Shared, Value
+from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
+from cost_models.memory.optimizer_step import Implementation
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,19 @@ class Atoms:
             again = [costs.operators[name].runs_again(recompute) for name in names]
             self._run_again[names, recompute] = np.array(again, dtype=bool)
         return self._run_again[names, recompute]
+
+    def stepped(self, optimizer: str, implementation: Implementation) -> tuple[Stepped, ...]:
+        """What the optimizer's step does for each trained parameter."""
+        if (optimizer, implementation) not in self._stepped:
+            trained = ((weight, shared.atoms) for shared, weight in self.parameters if weight.trained)
+            self._stepped[optimizer, implementation] = tuple(
+                Stepped(weight.step(optimizer, implementation), readers) for weight, readers in trained
+            )
+        return self._stepped[optimizer, implementation]
+
+    @cached_property
+    def _stepped(self) -> dict[tuple[str, Implementation], tuple[Stepped, ...]]:
+        return {}
 
     @cached_property
     def _run_again(self) -> dict[tuple[tuple[str, ...], Recompute], np.ndarray]:

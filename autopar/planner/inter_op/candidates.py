@@ -58,7 +58,7 @@ _FIRST_TOLERANCE = 1e-3  # share of the objective that the first look leaves unp
 _MOVED = 0.15  # boundaries of plans are moved whose step takes up to this share longer than the fastest
 _GAIN = 1e-4  # share of the step that moving one must gain
 _ROUNDS_MOVED = 8  # with this many micro-batches for each stage, a step is nearly as long as the objective says
-_ACTIONS_MOVED = 100_000  # simulated for that, in total: about a second
+_ACTIONS_MOVED = 400_000  # simulated for that, in total: a few seconds
 
 
 @dataclass(frozen=True)

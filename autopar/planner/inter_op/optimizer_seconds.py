@@ -22,7 +22,7 @@ def stepped(costs: CostGraph, atoms: Atoms, optimizer: str) -> tuple[Stepped, ..
     if costs.recipe is None or costs.cluster is None or not costs.training or optimizer == "none":
         return ()
     how = costs.recipe.implementation(costs.cluster)
-    return tuple(Stepped(w.step(optimizer, how), shared.atoms) for shared, w in atoms.parameters if w.trained)
+    return atoms.stepped(optimizer, how)
 
 
 def optimizer_rates(costs: CostGraph, kind: str, optimizer: str) -> OptimizerRates | None:

@@ -117,7 +117,7 @@ class DeviceSpec:
 
 
 def rates_of(spec: DeviceSpec, host: HostCosts | None = None) -> Rates:
-    """The rates of a device kind; float32 products use tensor cores if torch currently allows it.
+    """The rates of a device kind; float32 products and convolutions use tensor cores if torch currently allows it.
 
     Measured curves already contain the effect of the multiprocessors, so `units` is then 0. `host`: the host's launches
     are priced beside the kernels, which then take their own time and the gap to the kernel before.
@@ -125,7 +125,10 @@ def rates_of(spec: DeviceSpec, host: HostCosts | None = None) -> Rates:
     # The older torch.get_float32_matmul_precision() raises an error once a program has set the attribute below.
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     launch = spec.launch if host is None else host.gap
-    return Rates(spec.by_dtype(tf32), spec.bandwidth, launch, 0 if spec.curves else spec.units)
+    units = 0 if spec.curves else spec.units
+    # cuDNN's convolutions, which torch lets use them unless a program says otherwise.
+    rounded = torch.backends.cudnn.conv.fp32_precision == "tf32" and spec.device_type == "cuda"
+    return Rates(spec.by_dtype(tf32), spec.bandwidth, launch, units, spec.peak_flops.get("tf32", 0.0) * rounded)
 
 
 def host_of(spec: DeviceSpec, mode: str) -> HostCosts | None:

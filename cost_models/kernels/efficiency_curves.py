@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from cost_models.kernels.kernel import COMPUTE_KINDS, MEMORY_KINDS, ComputeKind, MemoryKind
+from cost_models.kernels.kernel import COMPUTE_KINDS, MEMORY_KINDS, ComputeKind, Kind, MemoryKind
 
 BEST_MATMUL = {"A100": 271 / 312, "H100": 795 / 989, "H200": 788 / 989}
 """Best measured bf16 product over the dense peak of the specification."""
@@ -170,6 +170,28 @@ class MemoryCurve:
         return min(fits, key=lambda pair: pair[0])[1]
 
 
+CONVOLUTIONS: Mapping[Kind, ComputeCurve] = {
+    "convolution": ComputeCurve(0.41, exposed=0.79),
+    "convolution_backward": ComputeCurve(0.28, exposed=0.75),
+}
+"""Of convolutions on units for products of matrices (implicit products), with the copies between layouts of tensors that
+cuDNN makes before and after them: fitted to the kernels of a training step of ResNet-50 (64 images of 224 x 224, float32
+as TF32) on an H200, which it prices with errors of 17 % on average. Numbers of 16 bits are taken for alike."""
+
+WINOGRAD = 16 / 36
+"""Multiplications of Winograd's algorithm over those of a convolution with windows of 3 x 3: 16 for each tile of 2 x 2
+results (Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, 2015). cuDNN has it for float32 on units for
+single products."""
+
+BATCH_NORM = 0.42
+"""Fraction of the bandwidth that batch norm reaches in training, on the bytes that each tensor has once: it reads its
+inputs twice, for the sums and for the results. Measured in the same step, with 256 channels and more."""
+
+CHANNEL: Mapping[MemoryKind, float] = {"batch_norm": 0.38, "batch_norm_backward": 0.22}
+"""Bytes/s at which one multiprocessor adds up a channel, over its share of the bandwidth; each channel has one. Measured
+in the same step, with 64 and 128 channels."""
+
+
 @dataclass(frozen=True)
 class Efficiency:
     """The efficiency curve of every kind of kernel."""
@@ -196,7 +218,9 @@ class Efficiency:
         compute: dict[ComputeKind, ComputeCurve] = dict.fromkeys(COMPUTE_KINDS, product)
         backward = ComputeCurve(best_attention * 63 / 73, ramp)
         compute |= {"attention": ComputeCurve(best_attention, ramp), "attention_backward": backward}
-        return cls(compute, {kind: MemoryCurve(best_copy) for kind in MEMORY_KINDS})
+        memory: dict[MemoryKind, MemoryCurve] = dict.fromkeys(MEMORY_KINDS, MemoryCurve(best_copy))
+        sums = MemoryCurve(min(best_copy, BATCH_NORM))
+        return cls(compute, memory | dict.fromkeys(CHANNEL, sums))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value that `from_json` reads."""

@@ -7,7 +7,7 @@ formulas of torch.utils.flop_counter: two per multiplication and addition, of pr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -80,6 +80,8 @@ class Kernel:
     skipped: float = 0.0  # fraction of the FLOPs that the kernel leaves out: what a causal mask hides
     sizes: tuple[int, ...] = ()  # of a matrix product's result
     aligned: bool = True  # whether the rows of a product's matrices start at multiples of ALIGNMENT bytes
+    channels: int = 0  # of a batch norm in training, which adds up each of them
+    winograd: bool = False  # a convolution of `small_windows`
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +110,8 @@ def make_kernel(
     dtypes = [*floating, *(t.dtype for t in [*reads, *writes]), torch.float32]
     sizes = tuple(writes[0].shape) if kind == "matmul" and writes else ()
     aligned = kind != "matmul" or all(_row_bytes(t) % ALIGNMENT == 0 for t in [*reads, *writes])
-    return Kernel(name, kind, dtypes[0], flops, sum(read), written, skipped, sizes, aligned)
+    channels = reads[0].shape[1] if kind.startswith("batch_norm") and reads and reads[0].dim() > 1 else 0
+    return Kernel(name, kind, dtypes[0], flops, sum(read), written, skipped, sizes, aligned, channels)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
@@ -123,10 +126,27 @@ def addressed_bytes(tensor: torch.Tensor) -> int:
     return math.prod(size for size, stride in strides if stride or not size) * tensor.element_size()
 
 
-def kind_of(function: Any, name: str, flops: int) -> Kind:
-    """The kind of an overload whose operator has `name`."""
+def arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Those of a call of an overload by name, without those that have their default."""
+    names = (argument.name for argument in function._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def small_windows(given: Mapping[str, Any]) -> bool:
+    """Whether a convolution has windows of 3 x 3 that move by one, for which Winograd's algorithm needs fewer products.
+
+    `given`: the arguments of its forward or backward.
+    """
+    same = all(step == 1 for name in ("stride", "dilation") for step in given.get(name, ()))
+    return same and tuple(given["weight"].shape[2:]) == (3, 3) and given.get("groups", 1) == 1
+
+
+def kind_of(function: Any, name: str, flops: int, given: Mapping[str, Any]) -> Kind:
+    """The kind of an overload whose operator has `name`. `given`: its arguments."""
     if flops and "convolution" not in name:
         return "matmul"
+    if name.endswith("_no_training") or (name == "native_batch_norm" and not given["training"]):
+        return "pointwise"  # batch norm in evaluation has nothing to add up
     kind = next((kind for part, kind in _KINDS if part in name), None)
     if kind is None:
         return "pointwise" if torch.Tag.pointwise in function.tags else "reduction"

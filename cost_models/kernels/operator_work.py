@@ -13,7 +13,7 @@ So a gradient that is not required costs nothing, as in a real pass, and every o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.graphs import get_attribute, on_meta, tensors_in
 from cost_models.kernels.device_kernels import one_kernel_norms
-from cost_models.kernels.kernel import FREE, Kernel, flops_of, formulas, kind_of, make_kernel
+from cost_models.kernels.kernel import (
+    FREE,
+    Kernel,
+    arguments,
+    flops_of,
+    formulas,
+    kind_of,
+    make_kernel,
+    small_windows,
+)
 
 T = TypeVar("T")
 
@@ -191,7 +200,9 @@ class _Kernels(TorchDispatchMode):
                 # Gradients of weight and bias have a kernel of their own, which reads the input and its gradient once
                 # more (torch: aten/src/ATen/native/cuda/layer_norm_kernel.cu, LayerNormBackwardKernelImplInternal).
                 reads = [*reads, *reads[:2]]
-            self.kernels.append(make_kernel(name, kind_of(func, name, flops), reads, tensors_in(result), flops))
+            given = arguments(func, args, kwargs)
+            kernel = make_kernel(name, kind_of(func, name, flops, given), reads, tensors_in(result), flops)
+            self.kernels.append(replace(kernel, winograd=small_windows(given)) if "convolution" in name else kernel)
         return result
 
 

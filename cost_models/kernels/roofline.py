@@ -18,7 +18,16 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from cost_models.kernels.efficiency_curves import BATCHED_PRODUCTS, UNALIGNED, Efficiency, filled, reuse_needed
+from cost_models.kernels.efficiency_curves import (
+    BATCHED_PRODUCTS,
+    CHANNEL,
+    CONVOLUTIONS,
+    UNALIGNED,
+    WINOGRAD,
+    Efficiency,
+    filled,
+    reuse_needed,
+)
 from cost_models.kernels.kernel import ComputeKind, Kernel, MemoryKind
 from cost_models.kernels.operator_work import OperatorWork, count
 
@@ -33,6 +42,7 @@ class Rates:
     bandwidth: float  # bytes/s of its memory
     launch: float  # s: starting a kernel
     units: int = 0  # multiprocessors, among which the tiles of a product are divided; 0: not known
+    convolutions: float = 0.0  # FLOP/s of float32 convolutions on units for products of matrices; 0: not used for them
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s at `dtype`.
@@ -102,12 +112,30 @@ def kernel_seconds(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> floa
 def busy_seconds(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
     """Seconds for which one kernel keeps the device busy: without its launch, which the host does beforehand."""
     if not kernel.flops:
-        return efficiency.memory[cast(MemoryKind, kernel.kind)].seconds(kernel.nbytes, rates.bandwidth)
-    moving = _moving(kernel, rates, efficiency)
-    curve = efficiency.compute[cast(ComputeKind, kernel.kind)]
-    peak = rates.peak(kernel.dtype)
+        curve = efficiency.memory[cast(MemoryKind, kernel.kind)]
+        return max(curve.seconds(kernel.nbytes, rates.bandwidth), _by_channels(kernel, rates))
+    return max(_computing(kernel, rates, efficiency), _moving(kernel, rates, efficiency))
+
+
+def _computing(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
+    """Seconds of the FLOPs of a product."""
+    curve, peak = efficiency.compute[cast(ComputeKind, kernel.kind)], rates.peak(kernel.dtype)
+    if kernel.kind in CONVOLUTIONS and rates.units:  # measured curves know their convolutions
+        single = kernel.dtype == torch.float32
+        if (single and rates.convolutions) or _on_matrix_units(kernel, rates):
+            curve, peak = CONVOLUTIONS[kernel.kind], rates.convolutions if single else peak
+        elif single and kernel.winograd:
+            peak /= WINOGRAD
     flops = kernel.flops * (1 - kernel.skipped) / _filled(kernel, rates) * _detour(kernel, rates)
-    return max(curve.seconds(flops, kernel.nbytes, peak, rates.bandwidth), moving)
+    return curve.seconds(flops, kernel.nbytes, peak, rates.bandwidth)
+
+
+def _by_channels(kernel: Kernel, rates: Rates) -> float:
+    """Seconds at least of a kernel of which a multiprocessor adds up each channel."""
+    if not (kernel.channels and rates.units):
+        return 0.0
+    share = CHANNEL[cast(MemoryKind, kernel.kind)] * kernel.channels / rates.units
+    return kernel.nbytes / (share * rates.bandwidth)
 
 
 def _moving(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
@@ -120,8 +148,12 @@ def _moving(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
 
 def _detour(kernel: Kernel, rates: Rates) -> float:
     """How much longer a product takes whose rows start at odd addresses, on units for 16-bit numbers."""
-    special = kernel.dtype.itemsize == 2 and rates.peak(kernel.dtype) > rates.peak(torch.float32)
-    return UNALIGNED if special and not kernel.aligned else 1.0
+    return UNALIGNED if not kernel.aligned and _on_matrix_units(kernel, rates) else 1.0
+
+
+def _on_matrix_units(kernel: Kernel, rates: Rates) -> bool:
+    """Whether numbers of 16 bits are multiplied on units for products of matrices."""
+    return kernel.dtype.itemsize == 2 and rates.peak(kernel.dtype) > rates.peak(torch.float32)
 
 
 def _filled(kernel: Kernel, rates: Rates) -> float:

@@ -82,7 +82,7 @@ def calibrate(device: Device, cache: MeasurementCache | None = None, budget: flo
     float32 and bfloat16, on a CPU of float32. Operators are timed with operands in turn, so that weights come from
     memory as they do in a model.
     """
-    how = ("recorded",) if device.torch_device.type == "cuda" else ()
+    how = ("recorded, 256 channels",) if device.torch_device.type == "cuda" else ()
     key = signature_key("calibration", device.kind, device.threads, *how)
     known = cache.get(key, Calibration.from_json) if cache is not None else None
     if known is not None:
@@ -156,9 +156,10 @@ def _probes(large: bool) -> Iterator[Probe]:
             yield Probe(_aten._softmax.default, x, (-1, False), gradient)
             yield Probe(_layer_norm, (*x, (256,), (256,)), (), gradient)
     for size in (8, 32, 96, 256):
-        image = ((more, 32, size, size),)
+        channels = 256 if large else 32  # a GPU's multiprocessors share the channels of a batch norm
+        image = ((more, channels, size, size),)
         for gradient in (False, True):
-            yield Probe(_batch_norm, (*image, (32,), (32,)), (), gradient)
+            yield Probe(_batch_norm, (*image, (channels,), (channels,)), (), gradient)
             yield Probe(_aten.max_pool2d_with_indices.default, image, ([3, 3], [2, 2], [1, 1]), gradient)
         yield Probe(_aten.bernoulli_.float, image, (0.1,))
 

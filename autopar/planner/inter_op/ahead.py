@@ -52,7 +52,7 @@ class SearchingAhead(Searching):
         self._actions_left = _ACTIONS_SIMULATED // 2
         self._best = math.inf  # s, the shortest step so far
         self._many = sum(self.full) > MANY_DEVICES
-        self._few_cuts = self.complete and self.n_cuts <= _FEW_CUTS and not self._many and len(self.counts) > 1
+        self._few_cuts = self.n_cuts <= _FEW_CUTS and not self._many and len(self.counts) > 1
         # Tries in a row, with more and with fewer micro-batches, in which meshes gained nothing.
         self._in_vain, self._enough = dict.fromkeys((-1, 0, 1), 0), _TRIES if self._many else 1
 

@@ -40,8 +40,8 @@ from autopar.planner.search_options import SearchOptions
 from autopar.schedule.micro_batches import largest_size
 
 # Pairs of a mesh shape and a number of micro-batches up to which a search looks at all of them: for any model, and for
-# one that has few enough cuts to look at all of these, too. Up to the last number, as many as make, times the cuts, the
-# product.
+# one that has few enough cuts to look at all of these, too. Up to the last number, as many as make, times the cuts that
+# it looks at, the product.
 _MOST_SHAPES, _MOST_SHAPES_OF_SMALL, _MOST_SHAPES_OF_SMALLEST = 60, 100, 400
 _SHAPES_TIMES_CUTS = 15_000
 
@@ -148,9 +148,8 @@ class SearchSpace:
 
     def _most_shapes(self) -> int:
         """Pairs of a mesh shape and a number of micro-batches that this search looks at, if there are no more."""
-        if not self.complete:
-            return _MOST_SHAPES
-        return max(_MOST_SHAPES_OF_SMALL, min(_MOST_SHAPES_OF_SMALLEST, _SHAPES_TIMES_CUTS // self.n_cuts))
+        always = _MOST_SHAPES_OF_SMALL if self.complete else _MOST_SHAPES
+        return max(always, min(_MOST_SHAPES_OF_SMALLEST, _SHAPES_TIMES_CUTS // self.n_cuts))
 
     def most_counts(self) -> int:
         """The largest number of micro-batches that the batch allows."""

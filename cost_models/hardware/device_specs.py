@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def rates_of(spec: DeviceSpec, host: HostCosts | None = None) -> Rates:
     launch = spec.launch if host is None else host.gap
     units = 0 if spec.curves else spec.units
     # cuDNN's convolutions, which torch lets use them unless a program says otherwise.
-    rounded = torch.backends.cudnn.conv.fp32_precision == "tf32" and spec.device_type == "cuda"
+    rounded = attrgetter("conv.fp32_precision")(torch.backends.cudnn) == "tf32" and spec.device_type == "cuda"
     return Rates(spec.by_dtype(tf32), spec.bandwidth, launch, units, spec.peak_flops.get("tf32", 0.0) * rounded)
 
 

@@ -174,9 +174,9 @@ CONVOLUTIONS: Mapping[Kind, ComputeCurve] = {
     "convolution": ComputeCurve(0.41, exposed=0.79),
     "convolution_backward": ComputeCurve(0.28, exposed=0.75),
 }
-"""Of convolutions on units for products of matrices (implicit products), with the copies between layouts of tensors that
-cuDNN makes before and after them: fitted to the kernels of a training step of ResNet-50 (64 images of 224 x 224, float32
-as TF32) on an H200, which it prices with errors of 17 % on average. Numbers of 16 bits are taken for alike."""
+"""Of convolutions on units for products of matrices (implicit products), with the copies between layouts of tensors
+that cuDNN makes before and after them: fitted to the kernels of a training step of ResNet-50 (64 images of 224 x 224,
+float32 as TF32) on an H200, which it prices with errors of 17 % on average. Numbers of 16 bits are taken for alike."""
 
 WINOGRAD = 16 / 36
 """Multiplications of Winograd's algorithm over those of a convolution with windows of 3 x 3: 16 for each tile of 2 x 2
@@ -188,8 +188,8 @@ BATCH_NORM = 0.42
 inputs twice, for the sums and for the results. Measured in the same step, with 256 channels and more."""
 
 CHANNEL: Mapping[MemoryKind, float] = {"batch_norm": 0.38, "batch_norm_backward": 0.22}
-"""Bytes/s at which one multiprocessor adds up a channel, over its share of the bandwidth; each channel has one. Measured
-in the same step, with 64 and 128 channels."""
+"""Bytes/s at which one multiprocessor adds up a channel, over its share of the bandwidth; each channel has one.
+Measured in the same step, with 64 and 128 channels."""
 
 
 @dataclass(frozen=True)

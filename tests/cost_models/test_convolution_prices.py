@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -90,16 +91,16 @@ def test_small_windows_that_move_by_one_need_fewer_products_on_units_for_single_
 
 def test_convolutions_follow_torchs_setting_for_tf32() -> None:
     kernels = convolution(1)
-    setting = torch.backends.cudnn.conv.fp32_precision
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = convolutions.fp32_precision
     try:
-        torch.backends.cudnn.conv.fp32_precision = "tf32"
-        rounded = seconds(kernels, "A100-80")
-        without = seconds(kernels, "V100")
-        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        convolutions.fp32_precision = "tf32"
+        rounded, without = seconds(kernels, "A100-80"), seconds(kernels, "V100")
+        convolutions.fp32_precision = "ieee"
         assert seconds(kernels, "A100-80") > 1.5 * rounded
         assert seconds(kernels, "V100") == without  # has no such units
     finally:
-        torch.backends.cudnn.conv.fp32_precision = setting
+        convolutions.fp32_precision = before
 
 
 @pytest.mark.parametrize("gradient", [False, True])

@@ -19,11 +19,15 @@ from cost_models.graphs import on_meta, private_copy
 from cost_models.hardware.device_specs import DeviceSpec, data_sheet_of, rates_of
 from cost_models.hardware.devices import gpu_of
 from cost_models.kernels.autocast_casts import AutocastCasts
+from cost_models.kernels.efficiency_curves import CONVOLUTIONS
 from cost_models.kernels.operator_work import count
 
+ByPeak = Mapping[tuple[torch.dtype, bool], float]
+"""FLOPs by what their peak depends on: the dtype of the products, and whether these are convolutions."""
 
-def model_flops(example: Example, device_type: str | None = None) -> Mapping[torch.dtype, float]:
-    """FLOPs of a step on the whole batch by the dtype of the products: forward and, in training, backward.
+
+def model_flops(example: Example, device_type: str | None = None) -> ByPeak:
+    """FLOPs of a step on the whole batch: forward and, in training, backward.
 
     Two for each multiplication and addition, of products alone; nothing is counted twice for recomputation, and a loss
     outside of the model does not count. `device_type`: that of the devices at hand, on which torch.autocast of this
@@ -38,26 +42,26 @@ def model_flops(example: Example, device_type: str | None = None) -> Mapping[tor
     casts: AbstractContextManager[object] = nullcontext() if device_type is None else AutocastCasts(device_type)
     with casts:
         work = count(folded.module, rows, training=example.training, inputs=calls.inputs(rows))
-    found: dict[torch.dtype, float] = defaultdict(float)
+    found: dict[tuple[torch.dtype, bool], float] = defaultdict(float)
     for name, one in work.items():
         for kernel in (*one.forward, *one.backward):
             if kernel.flops:
-                found[kernel.dtype] += kernel.flops * folded.copies.get(name, 1)
+                found[kernel.dtype, kernel.kind in CONVOLUTIONS] += kernel.flops * folded.copies.get(name, 1)
     return dict(found)
 
 
-def least_seconds(flops: Mapping[torch.dtype, float], cluster: Cluster) -> float:
+def least_seconds(flops: ByPeak, cluster: Cluster) -> float:
     """Seconds that all devices of a cluster need for these FLOPs at the peaks of their data sheets."""
     return _at_peaks(flops, cluster.node) / cluster.nodes
 
 
-def _at_peaks(flops: Mapping[torch.dtype, float], specs: Sequence[DeviceSpec]) -> float:
+def _at_peaks(flops: ByPeak, specs: Sequence[DeviceSpec]) -> float:
     """Seconds that devices need for these FLOPs together. Raises ValueError for a dtype without a peak."""
     rates = [rates_of(spec) for spec in specs]
-    return sum(n / sum(rate.peak(dtype) for rate in rates) for dtype, n in flops.items())
+    return sum(n / sum(rate.peak(dtype, convolution=conv) for rate in rates) for (dtype, conv), n in flops.items())
 
 
-def step_work(example: Example, cluster: Cluster, flops: Mapping[torch.dtype, float] | None = None) -> StepWork:
+def step_work(example: Example, cluster: Cluster, flops: ByPeak | None = None) -> StepWork:
     """What a step of the example's call does on a cluster. `flops`: those of the model, where they are known."""
     flops = model_flops(example) if flops is None else flops
     return StepWork(tokens_of(example), sum(flops.values()), least_seconds(flops, cluster))
@@ -81,7 +85,7 @@ def step_work_at_hand(example: Example, devices: Sequence[Device]) -> StepWork:
     work = replace(work, flops=sum(flops.values()))
     gpus = {gpu_of(device.name): device.kind for device in devices}
     specs = [spec for kind in gpus.values() if (spec := data_sheet_of(kind)) is not None]
-    if len(specs) < len(gpus) or any(dtype not in rates_of(spec).peak_flops for dtype in flops for spec in specs):
+    if len(specs) < len(gpus) or any(dtype not in rates_of(spec).peak_flops for dtype, _ in flops for spec in specs):
         return work
     return replace(work, least_time=_at_peaks(flops, specs))
 

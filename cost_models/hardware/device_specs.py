@@ -129,7 +129,9 @@ def rates_of(spec: DeviceSpec, host: HostCosts | None = None) -> Rates:
     units = 0 if spec.curves else spec.units
     # cuDNN's convolutions, which torch lets use them unless a program says otherwise.
     rounded = attrgetter("conv.fp32_precision")(torch.backends.cudnn) == "tf32" and spec.device_type == "cuda"
-    return Rates(spec.by_dtype(tf32), spec.bandwidth, launch, units, spec.peak_flops.get("tf32", 0.0) * rounded)
+    single = spec.peak_flops["float32"]
+    convolutions = spec.peak_flops.get("tf32", single) if rounded else single
+    return Rates(spec.by_dtype(tf32), spec.bandwidth, launch, units, convolutions, single)
 
 
 def host_of(spec: DeviceSpec, mode: str) -> HostCosts | None:

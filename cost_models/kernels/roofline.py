@@ -42,14 +42,17 @@ class Rates:
     bandwidth: float  # bytes/s of its memory
     launch: float  # s: starting a kernel
     units: int = 0  # multiprocessors, among which the tiles of a product are divided; 0: not known
-    convolutions: float = 0.0  # FLOP/s of float32 convolutions on units for products of matrices; 0: not used for them
+    convolutions: float = 0.0  # FLOP/s of float32 convolutions; 0: as of other products
+    single: float = 0.0  # FLOP/s of float32 without units for products of matrices; 0: not known
 
-    def peak(self, dtype: torch.dtype) -> float:
-        """FLOP/s at `dtype`.
+    def peak(self, dtype: torch.dtype, *, convolution: bool = False) -> float:
+        """FLOP/s at `dtype`, of convolutions or of other products.
 
         Raises:
             ValueError: the device's FLOP/s at `dtype` are not known.
         """
+        if convolution and dtype == torch.float32 and self.convolutions:
+            return self.convolutions
         if dtype not in self.peak_flops:
             known = ", ".join(str(d) for d in self.peak_flops)
             raise ValueError(f"the device's FLOP/s are not known for {dtype}; known are {known}")
@@ -119,12 +122,12 @@ def busy_seconds(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
 
 def _computing(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
     """Seconds of the FLOPs of a product."""
-    curve, peak = efficiency.compute[cast(ComputeKind, kernel.kind)], rates.peak(kernel.dtype)
+    peak = rates.peak(kernel.dtype, convolution=kernel.kind in CONVOLUTIONS)
+    curve = efficiency.compute[cast(ComputeKind, kernel.kind)]
     if kernel.kind in CONVOLUTIONS and rates.units:  # measured curves know their convolutions
-        single = kernel.dtype == torch.float32
-        if (single and rates.convolutions) or _on_matrix_units(kernel, rates):
-            curve, peak = CONVOLUTIONS[kernel.kind], rates.convolutions if single else peak
-        elif single and kernel.winograd:
+        if _on_matrix_units(kernel, rates):
+            curve = CONVOLUTIONS[kernel.kind]
+        elif kernel.dtype == torch.float32 and kernel.winograd:
             peak /= WINOGRAD
     flops = kernel.flops * (1 - kernel.skipped) / _filled(kernel, rates) * _detour(kernel, rates)
     return curve.seconds(flops, kernel.nbytes, peak, rates.bandwidth)
@@ -148,12 +151,16 @@ def _moving(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
 
 def _detour(kernel: Kernel, rates: Rates) -> float:
     """How much longer a product takes whose rows start at odd addresses, on units for 16-bit numbers."""
-    return UNALIGNED if not kernel.aligned and _on_matrix_units(kernel, rates) else 1.0
+    sixteen = kernel.dtype.itemsize == 2
+    return UNALIGNED if sixteen and not kernel.aligned and _on_matrix_units(kernel, rates) else 1.0
 
 
 def _on_matrix_units(kernel: Kernel, rates: Rates) -> bool:
-    """Whether numbers of 16 bits are multiplied on units for products of matrices."""
-    return kernel.dtype.itemsize == 2 and rates.peak(kernel.dtype) > rates.peak(torch.float32)
+    """Whether a kernel computes on units for products of matrices."""
+    if kernel.dtype.itemsize == 2:
+        return rates.peak(kernel.dtype) > rates.peak(torch.float32)
+    single = kernel.dtype == torch.float32 and rates.single > 0
+    return single and rates.peak(kernel.dtype, convolution=kernel.kind in CONVOLUTIONS) > rates.single
 
 
 def _filled(kernel: Kernel, rates: Rates) -> float:

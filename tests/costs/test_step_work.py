@@ -52,6 +52,17 @@ def test_products_under_autocast_are_at_the_peak_of_its_dtype(example: Example) 
     assert work.least_time == pytest.approx(FLOPS / peak("H100", "bfloat16"))
 
 
+def test_convolutions_are_at_the_peak_of_tf32_which_torch_lets_them_use() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 6 * 6, WIDTH))
+    work = step_work_at_hand(
+        capture_example(model, parse_devices(["cpu"]), (torch.randn(ROWS, 3, 8, 8),), {}), gpus("cuda:0")
+    )
+    convolution, linear = 2 * 2 * ROWS * 8 * 6 * 6 * 3 * 3 * 3, 3 * 2 * ROWS * 8 * 6 * 6 * WIDTH
+    assert work.flops == convolution + linear
+    least = convolution / peak("H100", "tf32") + linear / peak("H100", "float32")
+    assert work.least_time == pytest.approx(least)
+
+
 @pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "AMD EPYC, 1 thread", "another GPU"])
 def test_without_a_data_sheet_flops_are_counted_and_the_device_is_named(example: Example, kind: str) -> None:
     work = step_work_at_hand(example, [*gpus("cuda:0"), *gpus("cuda:1", kind=kind)])

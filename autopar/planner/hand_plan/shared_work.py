@@ -14,15 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from autopar.analysis.example import Example
 from autopar.analysis.operators import operator_keys
 from autopar.capture.repeated_layers.fold import Folded, fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.estimated import KnownEstimates, estimate_costs
-from autopar.costs.model_flops import model_flops
+from autopar.costs.model_flops import ByPeak, model_flops
 from autopar.costs.recipe import Recipe
 from autopar.options import PlanOptions
 from autopar.plan.degrees import Degrees
@@ -66,7 +64,7 @@ class SharedWork:
         self.recipe: Recipe = recipe_of(example, options)
         self._costs: dict[tuple[tuple[DeviceSpec, ...], int], CostGraph] = {}
         self._estimates = KnownEstimates({}, {})
-        self._flops: dict[int, Mapping[torch.dtype, float]] = {}
+        self._flops: dict[int, ByPeak] = {}
         self._facts: dict[int, GraphFacts] = {}
         self._works = LocalWorks()
         self._problems: dict[tuple[object, ...], _KnownProblem] = {}
@@ -102,8 +100,8 @@ class SharedWork:
         devices = tuple(replace(device, memory=memory[device.kind]) for device in cluster.devices)
         return replace(known, devices=devices, links=cluster.links, cluster=cluster)
 
-    def flops(self, example: Example) -> Mapping[torch.dtype, float]:
-        """What a step of a call needs, by dtype."""
+    def flops(self, example: Example) -> ByPeak:
+        """What a step of a call needs."""
         samples = example.program.batch_size
         if samples not in self._flops:
             self._flops[samples] = model_flops(example)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -18,7 +19,7 @@ from shardings import Attention, Mlp, Pieces, Tied, assert_same_step, one_stage,
 from test_sharded_models import case_of
 from torch import fx, nn
 
-from autopar import Cluster, PipelinedModule, Plan
+from autopar import Cluster, InfeasibleError, PipelinedModule, Plan
 from autopar.analysis.operators import on_device, operator_keys
 from autopar.capture.program import Program, capture
 from autopar.lower import collectives, regather
@@ -183,13 +184,17 @@ def assert_runs_as_priced(
 def chosen(
     program: Program, leaves: Sequence[Any], rows: int, mesh: tuple[int, ...], room: float, cluster: Cluster
 ) -> tuple[ShardingProblem, Sharding]:
-    """The best strategies for micro-batches of `rows` samples; `room`: part of the bytes of the fastest ones."""
+    """The best strategies for micro-batches of `rows` samples; `room`: part of the bytes of the fastest
+    ones, or a larger one that holds any."""
     module = on_device(copy.deepcopy(program.graph_module), program.device, META).to(META)
     meta = [x[:rows].to(META) if isinstance(x, torch.Tensor) else x for x in leaves]
     grid = make_mesh(mesh, [d.name for d in cluster.devices[: math.prod(mesh)]], NAMES[: len(mesh)])
     problem = ShardingProblem(ShardingTask(module, meta, rows, cluster), grid)
     found = problem.solve(math.inf, {})
-    return problem, found if room == 1 else problem.solve(room * found.nbytes, {})
+    for part in [room, *(part for part in (0.8, 0.9) if part > room)] if room < 1 else []:
+        with contextlib.suppress(InfeasibleError):
+            return problem, problem.solve(part * found.nbytes, {})
+    return problem, found
 
 
 FAST, SLOW = Cluster.preset("8xH100"), Cluster.preset("2xT4", nodes=4)

@@ -278,26 +278,6 @@ def test_a_shard_takes_its_part_of_the_measured_operator_and_whole_ones_all_of_i
         assert all(0 < seconds <= n * measured * (1 + 1e-9) for seconds in parts)
 
 
-@pytest.mark.parametrize(("separate", "busy"), [(False, 1), (True, 2)])
-def test_the_processes_of_a_mesh_are_all_busy_with_one_micro_batch_and_a_thread_is_alone(
-    separate: bool, busy: int
-) -> None:
-    model, devices = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), parse_devices(["cpu"] * 4)
-    example = capture_example(model, devices, (torch.randn(8, 64),), {}, loss_fn=None, target=None, batch_dim=None)
-    costs = with_shards(measure_costs(example, devices), 2)
-    assert costs.shards is not None
-    table = costs.tables[0]
-    tables = [dataclasses.replace(table, workers=n, forward=n * table.forward) for n in (1, 2, 4)]
-    shards = dataclasses.replace(costs.shards, separate=separate)
-    costs = dataclasses.replace(costs, tables=tuple(tables), shards=shards, cores=None)
-    subject = mesh_program_of(example, "adamw")
-    folded = fold(subject.module)
-    for m, times in ((1, busy), (2, 2 * busy)):  # of two meshes, both are busy with two micro-batches
-        found = as_measured(subject.task(costs, folded, m), costs, folded, devices[0].kind, 2).measured
-        expected = times * sum(table.at(8 / m)[0])
-        assert sum(one.forward for one in found.values()) == pytest.approx(expected)
-
-
 def test_collectives_are_measured_as_the_runtime_does_them() -> None:
     devices = parse_devices(DEVICES)
     example = capture_example(

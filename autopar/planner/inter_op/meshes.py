@@ -30,7 +30,6 @@ from autopar.analysis.operators import on_device
 from autopar.capture.repeated_layers.fold import Folded, fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
-from autopar.costs.shard_costs import ShardCosts
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
 from autopar.planner.inter_op.mesh_places import mesh_places
 from autopar.planner.inter_op.split_program import SplitProgram
@@ -103,7 +102,7 @@ def as_measured(task: ShardingTask, costs: CostGraph, folded: Folded, kind: str,
     if costs.shards is None:
         return task
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    table = costs.table(kind, _busy_workers(costs, costs.shards, kind, width, task.n_microbatches))
+    table = costs.table(kind, _busy_meshes(costs, kind, width, task.n_microbatches))
     forward, backward, _ = table.at(task.rows)
     for name, *seconds in zip(table.nodes, forward.tolist(), backward.tolist(), strict=True):
         found[folded.kept(name)].append((seconds[0], seconds[1]))
@@ -113,11 +112,9 @@ def as_measured(task: ShardingTask, costs: CostGraph, folded: Folded, kind: str,
     return replace(task, measured=means)
 
 
-def _busy_workers(costs: CostGraph, shards: ShardCosts, kind: str, width: int, n_microbatches: int) -> int:
-    """Threads or processes that compute at the same time: of every mesh one thread, or a process for each device. A
-    single micro-batch is on one mesh after the other."""
-    n_meshes = sum(device.kind == kind for device in costs.devices) // width
-    return max(1, 1 if n_microbatches == 1 else n_meshes) * (width if shards.separate else 1)
+def _busy_meshes(costs: CostGraph, kind: str, width: int, n_microbatches: int) -> int:
+    """Meshes that compute at the same time: a single micro-batch is on one after the other."""
+    return 1 if n_microbatches == 1 else max(1, sum(device.kind == kind for device in costs.devices) // width)
 
 
 class Meshes:

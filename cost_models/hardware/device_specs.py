@@ -127,7 +127,7 @@ def rates_of(spec: DeviceSpec, host: HostCosts | None = None) -> Rates:
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     launch = spec.launch if host is None else host.gap
     units = 0 if spec.curves else spec.units
-    # cuDNN's convolutions, which torch lets use them unless a program says otherwise.
+    # torch lets cuDNN's convolutions use tensor cores unless a program says otherwise.
     rounded = attrgetter("conv.fp32_precision")(torch.backends.cudnn) == "tf32" and spec.device_type == "cuda"
     single = spec.peak_flops["float32"]
     convolutions = spec.peak_flops.get("tf32", single) if rounded else single

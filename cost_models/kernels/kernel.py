@@ -137,15 +137,17 @@ def small_windows(given: Mapping[str, Any]) -> bool:
 
     `given`: the arguments of its forward or backward.
     """
+    weight = given.get("weight")  # an operator of the user's own may call it otherwise
     same = all(step == 1 for name in ("stride", "dilation") for step in given.get(name, ()))
-    return same and tuple(given["weight"].shape[2:]) == (3, 3) and given.get("groups", 1) == 1
+    square = isinstance(weight, torch.Tensor) and tuple(weight.shape[2:]) == (3, 3)
+    return same and square and given.get("groups", 1) == 1
 
 
 def kind_of(function: Any, name: str, flops: int, given: Mapping[str, Any]) -> Kind:
     """The kind of an overload whose operator has `name`. `given`: its arguments."""
     if flops and "convolution" not in name:
         return "matmul"
-    if name.endswith("_no_training") or (name == "native_batch_norm" and not given["training"]):
+    if "batch_norm" in name and (name.endswith("_no_training") or given.get("training") is False):
         return "pointwise"  # batch norm in evaluation has nothing to add up
     kind = next((kind for part, kind in _KINDS if part in name), None)
     if kind is None:

@@ -89,6 +89,20 @@ def test_small_windows_that_move_by_one_need_fewer_products_on_units_for_single_
     assert not any(kernel.winograd for kernel in convolution(3, groups=2))
 
 
+def test_a_users_own_convolution_may_call_its_arguments_as_it_likes() -> None:
+    @torch.library.custom_op("autopar_tests::causal_convolution", mutates_args=())
+    def causal_convolution(x: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+        return x * taps
+
+    @causal_convolution.register_fake
+    def _(x: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    x, taps = (torch.empty(4, 8, 16, device="meta") for _ in range(2))
+    _, work = count_call(torch.ops.autopar_tests.causal_convolution.default, (x, taps))
+    assert [kernel.winograd for kernel in work.forward] == [False]
+
+
 def test_convolutions_follow_torchs_setting_for_tf32() -> None:
     kernels = convolution(1)
     convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]

@@ -46,8 +46,12 @@ def partitions_near(
     number = {row.tobytes(): place for place, row in enumerate(rows)}
     problem = problem_of(rows)
     costs = Costs(problem, tuple(counts))
-    kinds = {kind.name: place for place, kind in enumerate(problem.kinds)}
-    stages = [replace(s, kind=kinds[found.problem.kinds[s.kind].name]) for s in found.solution.stages]
+    # Devices of one kind are in two pools where their memory, or the places that they have in meshes, differ.
+    named = {
+        (pool, kind.name): place for place, (pool, kind) in enumerate(zip(problem.pools, problem.kinds, strict=True))
+    }
+    before = found.problem
+    stages = [replace(s, kind=named[before.pools[s.kind], before.kinds[s.kind].name]) for s in found.solution.stages]
     for chain in chains:
         places = [number[row.tobytes()] for row in chain]
         moved = [replace(s, start=a, stop=b) for s, (a, b) in zip(stages, pairwise(places), strict=True)]

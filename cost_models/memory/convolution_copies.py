@@ -4,19 +4,22 @@ oneDNN computes on copies in layouts of its own, with channels in blocks: of 16 
 of a kernel live together, until that of the result has been copied back:
 
     forward               x' w' y'       then  y' y
-    backward of the input g' w' x'       then  x' and the gradient of x; x' twice where windows are strided
+    backward of the input g' w' x'       then  x' and the gradient of x
     of the weight         g' x' w'       then  w' and the gradient of w
 
 A transposed convolution is one whose forward and backward of the input have changed places.
 
-What is read and written as it is, without a copy:
+Exceptions, but for windows of single elements:
 
-    AVX-512   everything, if there are fewer channels than a block; else inputs of at most three channels
-    AVX2      in the forward, inputs of fewer channels than a block; in the backward of the weight, of at most three
-
-On AVX2, convolutions in groups that fill no block are computed without blocks, and strided windows with channels last
-in the backward of the input: their copies have the tensors' own sizes. The backward of the weight of a convolution of
-each channel alone makes copies for windows of three only.
+    few channels   in the forward, inputs of fewer channels than a block are read as they are; in the backward of the
+                   weight, inputs of at most three; of four and more, AVX-512 has blocks of 8 there
+    strided        the backward of the input has channels last instead of blocks, and copies its result twice; groups
+                   only if each has more channels than a block
+    groups         no blocks are filled up. Groups that are no multiples of blocks of 4 (AVX2: of 8) have no copies but
+                   the result's; in the backward of the weight, of 8
+    each channel   its backward of the weight copies the weight only, except windows of three, and of single elements
+    alone          that are not strided
+    half           with AMX, channels last instead of blocks, and the result is copied twice
 
 Other convolutions copy all windows of the input (`columns`), unless a window is a single element; groups are computed
 one after the other and then joined. Measured with torch 2.13 on processors of both kinds; which convolutions oneDNN
@@ -36,6 +39,7 @@ _aten = torch.ops.aten
 CONVOLUTION, BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
 
 _FEW_CHANNELS = 3
+_BLOCK_OF_AVX2, _BLOCK_OF_AVX512 = 8, 16
 _MANY = 16  # samples from which on oneDNN computes windows of single elements on one thread, too
 _SMALL = 20480  # elements of a single sample up to which oneDNN does not compute small windows
 
@@ -119,76 +123,78 @@ class _Blocked(NamedTuple):
         return self.groups > 1 and self.groups == self.into == self.out
 
     @property
-    def as_they_are(self) -> bool:
-        """Too few channels for a block of AVX-512."""
-        block = _block()
-        return not _avx2() and (self.out < block or _FEW_CHANNELS < self.into < block)
+    def grouped(self) -> bool:
+        """In groups of several channels."""
+        return self.groups > 1 and not self.depthwise
+
+    def fills(self, block: int) -> bool:
+        """Whether each group fills blocks of so many channels."""
+        return all(count // self.groups % block == 0 for count in (self.into, self.out))
 
     @property
-    def without_blocks(self) -> bool:
-        """Its groups do not fill blocks of AVX2."""
-        one = self.groups == 1 or self.depthwise
-        return _avx2() and not one and any(count // self.groups % _block() for count in (self.into, self.out))
+    def _alone_in_blocks(self) -> bool:
+        """Whether the backward of the weight of each channel alone is computed in blocks."""
+        return self.window == 3 or (self.window == 1 and not self.strided)
+
+    @property
+    def window(self) -> int:
+        return max(self.weight.shape[2:])
+
+    @property
+    def half(self) -> bool:
+        """In half precision on AMX."""
+        return self.x.dtype != torch.float32 and _amx()
 
     def forward(self) -> _Copies:
-        if self.as_they_are:
-            return _Copies(0, 0)
-        if self.without_blocks:
+        if self.half:
+            return _Copies(self.x.nbytes + self.weight.nbytes + self.y.nbytes, 2 * self.y.nbytes)
+        if self.grouped and not self.fills(_least_of_groups()):
             return _Copies(self.y.nbytes, self.y.nbytes)
-        if _avx2():
-            read_as_it_is = self.into < _block() and self.groups == 1 and max(self.weight.shape[2:]) > 1
-        else:
-            read_as_it_is = self.into <= _FEW_CHANNELS
-        made = _in_blocks(self.y, self.out)
+        made = self._in_blocks(self.y, self.out)
+        read_as_it_is = self.into < _block() and self.groups == 1 and self.window > 1
         return _Copies(self._input(read_as_it_is) + made, made)
 
     def of_input(self) -> _Copies:
         """The backward of the input."""
-        if self.as_they_are:
-            return _Copies(0, 0)
-        if _avx2() and self.strided and not self.depthwise:  # channels last
+        if self.half:
+            return _Copies(self.y.nbytes + self.weight.nbytes + self.x.nbytes, 2 * self.x.nbytes)
+        if self.strided and (self.groups == 1 or self.out // self.groups > _block()):  # channels last
             return _Copies(self.y.nbytes + self._weight(self.into) + self.x.nbytes, 2 * self.x.nbytes)
-        if self.without_blocks:
+        if self.grouped and not self.fills(_least_of_groups()):
             return _Copies(self.x.nbytes, self.x.nbytes)
-        if self.into <= _FEW_CHANNELS and not _avx2():
-            made, weight = self.x.nbytes, self._weight(self.out)
-        else:
-            made, weight = _in_blocks(self.x, self.into), self._weight(self.out, self.into)
-        twice = 1 if _avx2() or not self.strided else 2
-        return _Copies(_in_blocks(self.y, self.out) + weight + made, twice * made)
+        made = self._in_blocks(self.x, self.into)
+        return _Copies(self._in_blocks(self.y, self.out) + self._weight(self.out, self.into) + made, made)
 
     def of_weight(self) -> _Copies:
         """The backward of the weight."""
-        if self.as_they_are:
-            return _Copies(0, 0)
-        window = max(self.weight.shape[2:])
-        if self.without_blocks or (_avx2() and self.depthwise and window != 3):
+        if self.half:
+            return _Copies(self.y.nbytes + self.x.nbytes + self.weight.nbytes, self.weight.nbytes)
+        blocked = self.groups == 1 or (self.fills(_BLOCK_OF_AVX2) if self.grouped else self._alone_in_blocks)
+        if not blocked:
             return _Copies(self.weight.nbytes, self.weight.nbytes)
-        read_as_it_is = self.into <= _FEW_CHANNELS and not (_avx2() and (window == 1 or self.depthwise))
-        made = self._weight(self.out, *(() if read_as_it_is else (self.into,)))
-        return _Copies(_in_blocks(self.y, self.out) + self._input(read_as_it_is), made)
+        windows = self.window > 1 and self.groups == 1
+        read_as_it_is = self.into <= _FEW_CHANNELS and windows
+        # Kernels of AVX-512 take no fewer channels, those of AVX2 do.
+        block = _BLOCK_OF_AVX2 if windows and _FEW_CHANNELS < self.into < _block() else _block()
+        made = self._weight(self.out, *(() if read_as_it_is else (self.into,)), block=block)
+        return _Copies(self._in_blocks(self.y, self.out, block=block) + self._input(read_as_it_is, block=block), made)
 
-    def _input(self, read_as_it_is: bool) -> int:
+    def _input(self, read_as_it_is: bool, block: int | None = None) -> int:
         """Bytes of the copies of the input and the weight."""
         if read_as_it_is:
-            return self._weight(self.out)
-        return _in_blocks(self.x, self.into) + self._weight(self.out, self.into)
+            return self._weight(self.out, block=block)
+        return self._in_blocks(self.x, self.into, block=block) + self._weight(self.out, self.into, block=block)
 
-    def _weight(self, *channels: int) -> int:
+    def _weight(self, *channels: int, block: int | None = None) -> int:
         """Bytes of the copied weight, with these numbers of its channels in blocks."""
-        if self.depthwise and _avx2():
-            channels = channels[:1]
-        elif self.groups > 1:
-            channels = ()
-        return _in_blocks(self.weight, *channels)
+        return self._in_blocks(self.weight, *(channels[:1] if self.depthwise else channels), block=block)
 
-
-def _in_blocks(tensor: torch.Tensor, *channels: int) -> int:
-    """Bytes of a tensor with these numbers of channels in blocks."""
-    block, nbytes = _block(), tensor.nbytes
-    for count in channels:
-        nbytes = nbytes // count * (-(-count // block) * block)
-    return nbytes
+    def _in_blocks(self, tensor: torch.Tensor, *channels: int, block: int | None = None) -> int:
+        """Bytes of a tensor with these numbers of channels in blocks; groups fill theirs."""
+        block, nbytes = block or _block(), tensor.nbytes
+        for count in () if self.grouped else channels:
+            nbytes = nbytes // count * (-(-count // block) * block)
+        return nbytes
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
@@ -213,6 +219,16 @@ def _avx2() -> bool:
     return "512" not in torch.backends.cpu.get_cpu_capability()
 
 
+def _amx() -> bool:
+    """Whether oneDNN has its kernels for AMX."""
+    return bool(torch.cpu._is_amx_tile_supported())  # torch has no public question before torch 2.13
+
+
 def _block() -> int:
     """Channels in a block."""
-    return 8 if _avx2() else 16
+    return _BLOCK_OF_AVX2 if _avx2() else _BLOCK_OF_AVX512
+
+
+def _least_of_groups() -> int:
+    """Channels in the smallest blocks that groups may have in the forward and in the backward of the input."""
+    return _BLOCK_OF_AVX2 if _avx2() else 4

@@ -55,19 +55,27 @@ CONVOLUTIONS = {
     "twelve channels": Convolution(16, 12, 12, 3, 1, 32),
     "four channels": Convolution(16, 4, 4, 3, 1, 32),
     "images": Convolution(16, 3, 64, 7, 2, 64),
-}
-
-# Which of these oneDNN computes with kernels for AVX-512, and how, was not measured.
-ON_AVX2 = {
     "more channels than come in": Convolution(16, 4, 20, 3, 1, 32),
     "fewer channels than come in": Convolution(16, 20, 4, 3, 1, 32),
+    "few channels, more than a block": Convolution(16, 8, 48, 7, 1, 32),
     "images whose gradient is wanted": Convolution(16, 3, 12, 3, 1, 32),
     "strided, in blocks that are not full": Convolution(16, 12, 12, 3, 2, 32),
     "strided single elements of few channels": Convolution(16, 12, 20, 1, 2, 32),
+    "single elements of few channels": Convolution(16, 3, 16, 1, 1, 32),
     "groups that fill no block": Convolution(64, 24, 24, 3, 1, 16, groups=2),
+    "groups of eight channels": Convolution(8, 32, 32, 3, 1, 28, groups=4),
+    "groups of sixteen channels, strided": Convolution(8, 64, 64, 3, 2, 28, groups=4),
+    "groups of sixteen channels into four, strided": Convolution(8, 64, 16, 1, 2, 28, groups=4),
+    "groups of 24 channels, strided": Convolution(8, 96, 96, 3, 2, 28, groups=4),
     "a channel alone, wide": Convolution(16, 24, 24, 5, 1, 32, groups=24),
     "a channel alone, wide and strided": Convolution(16, 24, 24, 5, 2, 32, groups=24),
+    "a channel alone, single elements": Convolution(16, 20, 20, 1, 1, 32, groups=20),
+    "a channel alone, strided single elements": Convolution(16, 100, 100, 1, 2, 14, groups=100),
     "four channels alone": Convolution(16, 4, 4, 3, 1, 32, groups=4),
+}
+
+# With AMX, scratch memory is a large part of these.
+WITHOUT_AMX = {
     "bfloat16": Convolution(16, 16, 24, 3, 1, 32, dtype=torch.bfloat16),
     "groups of bfloat16": Convolution(16, 16, 24, 3, 1, 32, groups=4, dtype=torch.bfloat16),
 }

@@ -107,14 +107,19 @@ def _attention_on_gpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """In one kernel. By products and a softmax where GPUs have none: for a mask that requires a gradient, other than
-    four dimensions, double precision, and groups of heads with a mask or in single precision
-    (torch.nn.attention.SDPBackend)."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    unfit = query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad) or query.dtype == torch.float64
-    if unfit or (query.shape[1] != key.shape[1] and (attn_mask is not None or not half)):
+    """In one kernel; by products and a softmax where GPUs have none."""
+    if not one_kernel_attention(query, key, attn_mask):
         return _by_products(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _in_one_kernel(query, key, value, attn_mask)
+
+
+def one_kernel_attention(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether GPUs have a kernel for attention: not for a mask that requires a gradient, other than four dimensions,
+    double precision, and groups of heads with a mask or in single precision (torch.nn.attention.SDPBackend)."""
+    if query.dim() != 4 or query.dtype == torch.float64 or (mask is not None and mask.requires_grad):
+        return False
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.shape[1] == key.shape[1] or (mask is None and half)
 
 
 def _by_products(

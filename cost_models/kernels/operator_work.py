@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.graphs import get_attribute, on_meta, tensors_in
-from cost_models.kernels.device_kernels import one_kernel_norms
+from cost_models.kernels.device_kernels import one_kernel_attention, one_kernel_norms
 from cost_models.kernels.kernel import (
     FREE,
     Kernel,
@@ -218,9 +218,9 @@ def _fused_attention(
     """softmax(q k' / sqrt(d)) v in one kernel that keeps the scores on chip; its backward computes them again,
     a fifth product besides the four of the gradients (Dao et al., FlashAttention, 2022, algorithms 1 and 4).
 
-    None where no such kernel exists: if the mask requires a gradient, or the tensors do not have four dimensions.
+    None where no such kernel exists.
     """
-    if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
+    if not one_kernel_attention(query, key, attn_mask):
         return None
     batch, heads, length, _ = query.shape
     aten, known = torch.ops.aten, formulas()

@@ -23,6 +23,7 @@ from autopar.analysis.operators import compute_nodes
 from autopar.capture.program import Program, capture
 from cost_models import MeasurementCache, efficiency_of, known_devices, parse_devices, rates_of
 from cost_models.kernels import operator_work as work_module
+from cost_models.kernels.device_kernels import one_kernel_attention
 from cost_models.kernels.efficiency_curves import (
     LARGEST_TILES,
     TILES,
@@ -274,6 +275,27 @@ def test_attention_whose_mask_wants_a_gradient_is_products_and_a_softmax() -> No
     _, one = count_call(aten.scaled_dot_product_attention.default, (query, query, query, meta(2, 4, 12, 12)))
     assert sum(k.flops for k in one.forward) == 2 * 2 * 2 * 4 * 12 * 12 * 16
     assert sum(k.flops for k in one.backward) == 4 * 2 * 2 * 4 * 12 * 12 * 16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "in_one"),
+    [
+        (torch.float64, False, False),
+        (torch.float32, False, False),
+        (torch.float32, True, False),
+        (torch.bfloat16, False, True),
+        (torch.bfloat16, True, False),
+    ],
+)
+def test_attention_is_one_kernel_where_gpus_have_one_and_as_memory_counts_it(
+    dtype: torch.dtype, masked: bool, in_one: bool
+) -> None:
+    """Two heads share a key and a value."""
+    query, shared = (torch.empty(2, heads, 12, 16, dtype=dtype, device="meta") for heads in (4, 2))
+    mask = torch.empty(12, 12, dtype=torch.bool, device="meta") if masked else None
+    _, one = count_call(aten.scaled_dot_product_attention.default, (query, shared, shared, mask), {"enable_gqa": True})
+    assert ([k.operator for k in one.forward] == ["attention"]) == in_one
+    assert one_kernel_attention(query, shared, mask) == in_one
 
 
 def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 _TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
 
 
+_TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+
 Tracers = Literal["export", "symbolic_trace", "both"]  # "both": symbolic_trace where export refuses
 
 
@@ -122,15 +124,13 @@ def warn_of_out_arguments(model: nn.Module) -> Iterator[None]:
 
     Tracers turn such a call into an operator that does not write to the tensor named by `out`.
     """
-    paths = {id(module): name or "(root)" for name, module in model.named_modules()}
     writers: list[str] = []  # the first module that uses out=
 
     class OutWatcher(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if kwargs and kwargs.get("out") is not None and not writers:
-                frames = traceback.walk_stack(sys._getframe(1))
-                module = next((paths[id(s)] for f, _ in frames if id(s := f.f_locals.get("self")) in paths), None)
-                writers.extend([module] if module is not None else [])
+                module = _running_module(model)
+                writers.extend([module or "(root)"] if module is not None else [])
             return func(*args, **(kwargs or {}))
 
     with OutWatcher():
@@ -140,6 +140,29 @@ def warn_of_out_arguments(model: nn.Module) -> Iterator[None]:
             f"module '{writers[0]}' writes into a tensor with out=, which a captured model does not do; "
             "use copy_() to write a buffer"
         )
+
+
+@contextlib.contextmanager
+def refused_hooks(model: nn.Module) -> Iterator[None]:
+    """Inside, a hook that the model's code registers on a tensor raises RefusedError: a graph would lose it."""
+
+    class HookWatcher(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            path = _running_module(model) if func in _TENSOR_HOOKS else None
+            if path is not None:
+                why = f"{func.__name__}() on a tensor, which a captured graph loses"
+                raise RefusedError(f"module '{path or '(root)'}' calls {why}; change gradients in the loop", path, why)
+            return func(*args, **(kwargs or {}))
+
+    with HookWatcher():
+        yield
+
+
+def _running_module(model: nn.Module) -> str | None:
+    """The path of the innermost module of the model whose code runs."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    frames = traceback.walk_stack(sys._getframe(1))
+    return next((paths[id(s)] for f, _ in frames if id(s := f.f_locals.get("self")) in paths), None)
 
 
 def _same(old: Any, new: Any) -> bool:

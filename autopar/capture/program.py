@@ -26,7 +26,15 @@ from autopar.capture.attention_masks import settle_masks
 from autopar.capture.autocast_answers import Answer
 from autopar.capture.call_inputs import find_batch, refuse_packed_sequences
 from autopar.capture.cleanup import tidy
-from autopar.capture.export import Traced, Tracers, check_call, trace, warn_of_assignments, warn_of_out_arguments
+from autopar.capture.export import (
+    Traced,
+    Tracers,
+    check_call,
+    refused_hooks,
+    trace,
+    warn_of_assignments,
+    warn_of_out_arguments,
+)
 from autopar.capture.layers import repeated_layers
 from autopar.capture.module_state import Attributes, Generators
 from autopar.capture.parameter_writes import assignments_refused, refusal, unseen_write, written_parameter
@@ -284,6 +292,10 @@ class _Call:
         ]
 
 
+# Functions of derivatives inside of the model, and of transforms, such as vmap.
+_ONLY_AS_A_WHOLE = ("torch.autograd.", "torch._functorch.", "torch._C._functorch.")
+
+
 @dataclass(frozen=True)
 class _Found:
     """A trace that succeeded, and its cleaned graph."""
@@ -353,6 +365,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         module_hooks.marked(model, inside(model, opaque)) as marks,
         warn_of_assignments(model),
         warn_of_out_arguments(model),
+        refused_hooks(model),
         torch_private.no_global_hooks(),
         once,
         shard_regions.marked(hinted_modules(model)) as sharded_calls,
@@ -366,6 +379,11 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         path = module_path(unseen)
         why = f"{describe(unseen)} writes in place under no_grad or autocast, which a graph does not show"
         raise RefusedError(why, path, why)
+    for node in traced.module.graph.nodes:
+        name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__qualname__', '')}"
+        if node.op == "call_function" and name.startswith(_ONLY_AS_A_WHOLE):
+            why = f"{describe(node)} calls {name}, whose operators do not run apart"
+            raise RefusedError(why, module_path(node), why)
     if equal_layers_once:
         copy_traced_layers(traced.module, model)
     regions = shard_regions.borders(traced.module.graph, sharded_calls)

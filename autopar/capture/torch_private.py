@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 # torch.export describes nested inputs and outputs by these trees; torch has no public module for them.
 TreeSpec = _pytree.TreeSpec
@@ -131,18 +132,22 @@ FunctionCall = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, An
 
 
 @contextlib.contextmanager
-def custom_functions_through(call: FunctionCall) -> Iterator[None]:
+def custom_functions_through(call: FunctionCall, checkpoint: FunctionCall | None = None) -> Iterator[None]:
     """Inside, in this thread, `Custom.apply(...)` of a user's torch.autograd.Function is `call(Custom, apply, ...)`.
 
-    A tracer would trace its forward and silently lose its backward; torch has no public switch against that.
+    A tracer would trace its forward and silently lose its backward; torch has no public switch against that. torch's
+    own Functions are called as ever, but for that of reentrant checkpoints, if `checkpoint` is given.
     """
     original: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     thread = threading.get_ident()
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or cls.__module__.partition(".")[0] == "torch":
+        through: FunctionCall | None = call
+        if cls.__module__.partition(".")[0] == "torch":
+            through = checkpoint if cls is CheckpointFunction else None
+        if threading.get_ident() != thread or through is None:
             return original(cls, *args, **kwargs)
-        return call(cls, functools.partial(original, cls), args, kwargs)
+        return through(cls, functools.partial(original, cls), args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:

@@ -156,7 +156,7 @@ def traced_as_calls(
     """Inside, while the model is traced, its opaque parts leave one call each. Raises RefusedError for a part that
     cannot be one operator."""
     if calls is None:
-        with torch_private.custom_functions_through(_refuse_function):
+        with torch_private.custom_functions_through(_refuse_function, _without_checkpoint):
             yield
         return
     tracer = _Tracer(model, calls, dims)
@@ -166,7 +166,7 @@ def traced_as_calls(
         with ExitStack() as stack:
             stack.enter_context(calls_through(model, opaque.reasons.keys(), tracer.module_call))
             through = tracer.function_call if opaque.functions else _refuse_function
-            stack.enter_context(torch_private.custom_functions_through(through))
+            stack.enter_context(torch_private.custom_functions_through(through, _without_checkpoint))
             yield
     finally:
         _tracing.results = before
@@ -180,6 +180,15 @@ def _refuse_function(cls: type, apply: Any, args: Any, kwargs: Any) -> Any:
         "",
         functions=True,
     )
+
+
+def _without_checkpoint(_: type, __: Any, args: Any, ___: Any) -> Any:
+    """What a reentrant checkpoint computes: its Function runs it without gradients, and again in a backward of its own,
+    which a graph would lose. It has no gradients where none of its arguments has."""
+    function, _, *inputs = args
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (not tensors or any(t.requires_grad for t in tensors))):
+        return function(*inputs)
 
 
 class _Tracer:

@@ -59,11 +59,13 @@ def measure_bytes(
     pending: dict[int, int] = {}
     casts = AutocastCasts(device_type)
 
-    def pack(tensor: torch.Tensor) -> None:
-        """Nothing is kept, as no backward follows: an operator that kept its own result would never be freed."""
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        """Without its history: an operator that kept its own result would never be freed. Only code that derives inside
+        of the model reads it."""
         key, nbytes = number(tensor), tensor.untyped_storage().nbytes()
         if key not in resident and nbytes and key not in {number(cast) for cast in casts.kept}:
             pending[key] = nbytes
+        return tensor.detach()
 
     def on_node(node: fx.Node, value: Any) -> None:
         tensors = tensors_in(value)
@@ -78,7 +80,7 @@ def measure_bytes(
         places[node.name] = [_place(storage, operands, lies_in[node]) for storage, _ in saved[node.name]]
         pending.clear()
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept)
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(training))
         stack.enter_context(hooks)

@@ -1,0 +1,103 @@
+"""Code of which a tracer would lose the effect on gradients: the plain model is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from models import assert_same_gradients
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+from autopar import Plan
+
+DEVICES = ["cpu", "cpu"]
+
+
+class Reentrant(nn.Module):
+    """Its input has a gradient, or, at the start of a model, none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=True)
+        return result
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: gradient * 0.5)
+        return result
+
+
+class Derived(nn.Module):
+    """The gradient of an energy, as in force fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.requires_grad_()
+        with torch.enable_grad():
+            return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+class Mapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda sample: sample * sample.sum())(x)
+
+
+PARTS = {"reentrant checkpoint": Reentrant, "tensor hook": Hooked, "derivative inside": Derived, "vmap": Mapped}
+
+
+def same_step(model: nn.Module, pm: nn.Module, original: nn.Module, x: Tensor) -> None:
+    for module in (pm, original):
+        module(x.clone()).square().sum().backward()
+    torch.testing.assert_close(pm(x.clone()), original(x.clone()))
+    assert_same_gradients(
+        {n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in original.named_parameters()}
+    )
+
+
+@pytest.mark.parametrize("searched", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_between_others_trains_as_the_plain_model(part: str, searched: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), PARTS[part](), nn.Linear(8, 3)), torch.randn(7, 8)
+    original = copy.deepcopy(model)
+    plan = (
+        {"tune": 0, "n_microbatches": 3} if searched else {"plan": Plan.from_split({"0": 0, "2": 1}, n_microbatches=3)}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopar.AutoparWarning)
+        pm = autopar.parallelize(model, DEVICES, cache=False, **plan)
+        same_step(model, pm, original, x)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_of_inputs_without_gradients_trains_nothing_as_in_torch() -> None:
+    model, x = nn.Sequential(Reentrant(), nn.Linear(8, 3)), torch.randn(6, 8)
+    original = copy.deepcopy(model)
+    pm = autopar.parallelize(model, DEVICES, plan=Plan.from_split({"0": 0, "1": 1}, n_microbatches=3), cache=False)
+    same_step(model, pm, original, x)
+    assert original[0].inner[0].weight.grad is None
+
+
+@pytest.mark.parametrize("part", ["tensor hook", "vmap"])
+def test_strict_refuses_what_a_graph_would_lose(part: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), PARTS[part](), nn.Linear(8, 3))
+    message = "register_hook.* on a tensor" if part == "tensor hook" else "do not run apart"
+    with pytest.raises(autopar.errors.CaptureError, match=f"module '1'.*{message}|{message}.*"):
+        autopar.parallelize(model, DEVICES, tune=0, cache=False, strict=True)(torch.randn(6, 8))

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import logging
+import operator
 import os
 import re
 import sys
@@ -32,6 +33,8 @@ _TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfi
 
 
 _TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
 
 Tracers = Literal["export", "symbolic_trace", "both"]  # "both": symbolic_trace where export refuses
 
@@ -89,16 +92,24 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @contextlib.contextmanager
-def warn_of_assignments(model: nn.Module) -> Iterator[None]:
-    """Inside, watch the model being traced; on leaving, warn of plain attributes that its code assigns.
+def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
+    """Inside, watch the model being traced; on leaving, warn of plain attributes that its code assigns, and of lists,
+    dicts and sets that it changes. Yields their paths.
 
-    Export restores such attributes after tracing, and the captured graph does not assign them again.
+    Export restores such attributes after tracing, and the captured graph does not assign them again. Containers are
+    restored here: they would keep values that exist in the trace only.
     """
     # Skip torch's own modules: they keep private lists of their parameters, which export swaps.
     users = [(name, m) for name, m in model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
     paths = {id(module): name for name, module in users}
     assigned: set[str] = set()
     original = nn.Module.__setattr__
+    containers = [
+        (f"{path}.{name}".lstrip("."), value, value.copy())
+        for path, module in users
+        for name, value in vars(module).items()
+        if type(value) in (list, dict, set) and name not in _TORCHS_OWN
+    ]
 
     def recording_setattr(self: nn.Module, name: str, value: Any) -> None:
         known = name in self._parameters or name in self._buffers or name in self._modules
@@ -108,14 +119,28 @@ def warn_of_assignments(model: nn.Module) -> Iterator[None]:
 
     nn.Module.__setattr__ = recording_setattr  # type: ignore[method-assign]
     try:
-        yield
+        yield assigned
     finally:
         nn.Module.__setattr__ = original  # type: ignore[method-assign]
+        for path, value, before in containers:
+            if not _same_content(value, before):
+                assigned.add(path)
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(before)
     if assigned:
         warn(
             f"forward assigns {', '.join(sorted(assigned))}, but a captured model does not change attributes; "
             "return the value, or keep it in a buffer"
         )
+
+
+def _same_content(now: Any, before: Any) -> bool:
+    """Of a list, dict or set."""
+    if isinstance(now, set):
+        return bool(now == before)
+    if isinstance(now, dict):
+        return [*now] == [*before] and _same_content([*now.values()], [*before.values()])
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 @contextlib.contextmanager

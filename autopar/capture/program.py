@@ -96,6 +96,8 @@ class Program:
     weights: dict[int, int]  # flat output that is a mean -> flat output with the number of elements averaged
     device: torch.device  # of the graph's constants: where all tensors were for the model's code at capture
     shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # calls with a shard hint
+    # Paths of attributes that the model's code assigns, and of modules that run uncaptured.
+    live: frozenset[str] = frozenset()
     uncaptured: tuple[str, ...] = ()  # what runs as opaque operators, and why, for messages
     layers: tuple[str, ...] = ()  # paths of the modules that the model repeats (`layers.repeated_layers`)
     autocast: tuple[Answer, ...] = ()  # what the model's code learned of torch.autocast, where it asked
@@ -252,6 +254,7 @@ def capture(
         weights={o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))},
         shard_calls=found.shard_calls,
         uncaptured=_uncaptured_parts(module, found.opaque),
+        live=found.live,
         layers=repeated_layers(model),
         device=home,
     )
@@ -304,6 +307,7 @@ class _Found:
     module: fx.GraphModule
     shard_calls: tuple[shard_regions.ShardCall, ...]
     opaque: Opaque
+    live: frozenset[str]
 
 
 def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool) -> _Found:
@@ -363,7 +367,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
     once = equal_layers_traced_once(model) if equal_layers_once else contextlib.nullcontext()
     with (
         module_hooks.marked(model, inside(model, opaque)) as marks,
-        warn_of_assignments(model),
+        warn_of_assignments(model) as assigned,
         warn_of_out_arguments(model),
         refused_hooks(model),
         torch_private.no_global_hooks(),
@@ -393,7 +397,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
     shard_calls = shard_regions.settled(module.graph, regions, describe)
     module_hooks.join(module.graph, marks)
     module.recompile()
-    return _Found(traced, module, shard_calls, opaque)
+    return _Found(traced, module, shard_calls, opaque, frozenset({*assigned, *opaque.reasons}))
 
 
 def _uncaptured_parts(module: fx.GraphModule, opaque: Opaque) -> tuple[str, ...]:

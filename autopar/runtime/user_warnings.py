@@ -29,6 +29,12 @@ class OneTimeWarnings:
         if batching.obstacle and batching.obstacle != "the batch has one sample":
             self._once(f"the batch is not split into micro-batches: {batching.obstacle}")
 
+    def changed_attribute(self, path: str) -> None:
+        self._once(
+            f"'{path}' has changed since the model was captured, so it is captured again, which takes seconds; what "
+            "changes with every step is better an input, as a tensor"
+        )
+
     def not_verified(self) -> None:
         self._once(
             "verify=True does not check this call: no rank has all values of the model, so what the graph proves "

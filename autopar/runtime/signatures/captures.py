@@ -106,7 +106,12 @@ class Captures:
         check_model(self._model)  # a module may have been replaced since it was wrapped
         args, kwargs = ordinary((call.args, call.kwargs))
         call = call._replace(args=args, kwargs=kwargs)
+        changed = self.state.changed_attribute(state, [signature.state for signature in self.known])
+        if changed:
+            self._warnings.changed_attribute(changed)
         signature = self._specialised(call, state) or self._captured(call, state, leaves, spec)
+        self.state.leave_out(signature.program.live)
+        signature.state = self.state.now()  # less what the model's code assigns
         self.known.append(signature)
         del self.known[:-_MOST_KEPT]
         bound = signature.program.bind_flat(leaves, spec)
@@ -116,6 +121,7 @@ class Captures:
     def adopt(self, program: Program, batching: Batching) -> None:
         """Take over a capture of a module that this one is a copy of."""
         self._home = program.device
+        self.state.leave_out(program.live)
         self.known.append(BoundSignature(self.state.now(), program, batching))
 
     def complete(self, call: CallArguments, signature: BoundSignature) -> None:
@@ -148,7 +154,7 @@ class Captures:
         program = None
         if requested:
             program = self._with_symbols(call, state, requested, str(spec))
-            signature = self._specialised(call, state) if program is None else None
+            signature = self._specialised(call, self.state.now()) if program is None else None
             if signature is not None:
                 return signature
         if program is None:
@@ -191,7 +197,8 @@ class Captures:
             return None
         if not symbolic.sizes:
             return symbolic.program
-        self._symbolic.append(_Symbolic(state, symbolic))
+        self.state.leave_out(symbolic.program.live)
+        self._symbolic.append(_Symbolic(self.state.now(), symbolic))
         return None
 
     def _note_fixed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.capture.module_hooks import has_hooks
+from autopar.runtime.signatures.plain_attributes import Attribute, PlainAttributes
 
 
 class State(NamedTuple):
@@ -20,6 +21,7 @@ class State(NamedTuple):
     parameters: list[int]  # their ids
     dtypes: list[torch.dtype]  # of the parameters
     hooked: list[int]  # ids of inner modules with hooks
+    attributes: tuple[Attribute, ...]
     default_dtype: torch.dtype  # of new tensors
     default_device: torch.device
 
@@ -35,6 +37,23 @@ class ModelState:
         self._model = model
         self._modules: tuple[nn.Module, ...] = ()  # all, the root first; held, so that no id is given away again
         self._children: list[int] = []  # ids of what the tables of these held
+        self._attributes = PlainAttributes()
+
+    def leave_out(self, live: Collection[str]) -> None:
+        """Plain attributes that do not count: `Program.live`."""
+        self._attributes.leave_out(self._model, live)
+
+    def changed_attribute(self, now: State, before: Sequence[State]) -> str:
+        """The path of an attribute in which `now` differs from the newest of those `before` that differ in attributes
+        alone; "" where some differ in none."""
+        alike = [state for state in before if state._replace(attributes=now.attributes) == now]
+        if not alike or any(state == now for state in alike):
+            return ""
+        new = [one for one in now.attributes if one not in alike[-1].attributes]
+        gone = [one for one in alike[-1].attributes if one not in now.attributes]
+        place, name, _ = [*new, *gone][0]
+        path = next((path for path, module in self._model.named_modules() if module is now.modules[place]), "")
+        return f"{path}.{name}".lstrip(".")
 
     def now(self) -> State:
         """As the model and the caller's defaults are now."""
@@ -57,6 +76,7 @@ class ModelState:
             list(map(id, parameters)),
             [parameter.dtype for parameter in parameters],
             [id(module) for module in maybe_hooked if module is not self._model and has_hooks(module)],
+            self._attributes.now(modules),
             torch.get_default_dtype(),
             torch.get_default_device(),
         )

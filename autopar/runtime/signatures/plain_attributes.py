@@ -1,0 +1,116 @@
+"""Plain attributes of a model's modules, whose values a captured graph holds as constants.
+
+    self.temperature = 0.5      dropout.p = 0.3      self.act = torch.relu      self.layers_used = [0, 2]
+    model.config.use_cache = False      self.mask = None
+
+Numbers, texts, functions, and what containers and other objects hold of these, one level deep. Of tensors and
+buffers counts whether there is one: a graph reads them when it runs. Parts that run uncaptured read their attributes themselves, and
+what the model's own code assigns is not the caller's change.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+Attribute = tuple[int, str, Any]  # the module's place among all, the name, what counts of the value
+
+
+class PlainAttributes:
+    """Those of one model.
+
+    Every call asks for them. While no table holds another object than at the last walk, and no container has changed,
+    its answer holds.
+    """
+
+    def __init__(self) -> None:
+        self._modules: tuple[nn.Module, ...] = ()
+        self._left_out: set[tuple[nn.Module, str]] = set()
+        self._uncaptured: set[nn.Module] = set()
+        self._held: list[int] = []  # ids of what the tables held
+        # What containers and objects hold, and the ids of that at the last walk.
+        self._contents: list[tuple[Callable[[], Iterable[Any]], list[int]]] = []
+        self._known: tuple[Attribute, ...] = ()
+        self._kept: list[Any] = []  # so that no id is given away again
+
+    def leave_out(self, model: nn.Module, live: Collection[str]) -> None:
+        """From now on, the attributes with these paths do not count, nor any of the modules with these paths."""
+        for path in live:
+            owner, _, name = path.rpartition(".")
+            try:
+                self._uncaptured |= set(model.get_submodule(path).modules())
+            except AttributeError:
+                self._left_out.add((model.get_submodule(owner), name))
+        self._modules = ()
+
+    def now(self, modules: tuple[nn.Module, ...]) -> tuple[Attribute, ...]:
+        """As they are now."""
+        held = list(map(id, chain.from_iterable(map(dict.values, map(vars, modules)))))
+        changed = modules != self._modules or held != self._held
+        for items, ids in () if changed else self._contents:
+            changed = changed or list(map(id, items())) != ids
+        if changed:
+            self._modules, self._held = modules, held
+            self._walk(modules)
+        return self._known
+
+    def _walk(self, modules: Sequence[nn.Module]) -> None:
+        found: list[Attribute] = []
+        contents: dict[int, tuple[Callable[[], Iterable[Any]], list[int]]] = {}
+        self._kept = [value for module in modules for value in vars(module).values() if isinstance(value, _VALUES)]
+        for place, module in enumerate(modules):
+            if module in self._uncaptured:
+                continue
+            for name, value in vars(module).items():
+                if name in _TORCHS_OWN or (module, name) in self._left_out:
+                    continue
+                found.append((place, name, _counted(value)))
+                if isinstance(value, (list, set, dict)) or _is_object(value):
+                    items = _items(value)
+                    inside = list(items())
+                    contents[id(value)] = items, list(map(id, inside))
+                    self._kept += inside
+            if module._buffers:
+                items = module._buffers.values
+                contents[id(module)] = items, list(map(id, items()))
+                found += [(place, name, buffer is None) for name, buffer in module._buffers.items()]
+        self._contents, self._known = list(contents.values()), tuple(found)
+
+
+def _counted(value: Any, deep: bool = True) -> Any:
+    """What counts of a value: itself where that is plain; its kind otherwise."""
+    if isinstance(value, _VALUES):
+        return type(value), value  # 1 is not True
+    if isinstance(value, _CODE):
+        return value
+    if deep and isinstance(value, dict):
+        return dict, tuple((repr(key), _counted(one, False)) for key, one in list(value.items()))
+    if deep and isinstance(value, _CONTAINERS):
+        ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+        return type(value), tuple(_counted(one, False) for one in ordered)
+    if deep and _is_object(value):
+        return type(value), tuple((key, _counted(one, False)) for key, one in list(vars(value).items()))
+    return torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value holds others as attributes, and is no part of the model."""
+    apart = (nn.Module, torch.Tensor, types.ModuleType, *_CODE)
+    return not isinstance(value, apart) and hasattr(value, "__dict__")
+
+
+def _items(value: Any) -> Callable[[], Iterable[Any]]:
+    """What gives all that a container or an object holds."""
+    if isinstance(value, (list, set)):
+        return value.__iter__
+    return value.values if isinstance(value, dict) else vars(value).values

@@ -176,7 +176,7 @@ def _without_values(
         kept = OutputCombination("first") if isinstance(output, fx.Node) else OutputCombination("constant")
         outputs.append(OutputCombination("sum") if index >= program.n_outputs else combination or kept)
     storages = {node.name: storages_of(value) for node, value in whole.items()}
-    why = obstacle or _written_buffer(program)
+    why = obstacle or written_buffer(program)
     unproven = "" if proof.verdict == "proven" else f"{proof.why}, and without values nothing can be compared"
     return Batching(tuple(outputs), why, norms, dims, storages, unproven=unproven)
 
@@ -244,7 +244,7 @@ def _agreed(
 ) -> Batching:
     """The Batching that all runs agree on."""
     one = findings[0]
-    obstacle = next((f.obstacle for f in findings if f.obstacle), "") or _written_buffer(program)
+    obstacle = next((f.obstacle for f in findings if f.obstacle), "") or written_buffer(program)
     obstacle = obstacle or _opaque_relation(program, findings[-1].whole.kept)
     combinations = []
     for index, output in enumerate(flat):
@@ -299,7 +299,7 @@ def _opaque_relation(program: Program, values: Values) -> str:
     return ""
 
 
-def _written_buffer(program: Program) -> str:
+def written_buffer(program: Program) -> str:
     """The obstacle if the model writes a buffer other than batch norm's, which it would write once per micro-batch."""
     for opaque in uncaptured_in(program.graph_module):
         if opaque.effects.stateful:

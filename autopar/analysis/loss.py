@@ -20,7 +20,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 
 from autopar.analysis.batch_proof import propagate
-from autopar.analysis.batching import Batching
+from autopar.analysis.batching import Batching, written_buffer
 from autopar.analysis.loss_count import Count, count_of, counted_targets
 from autopar.analysis.loss_example import (
     OutputLeaf,
@@ -63,6 +63,7 @@ class LossSplit:
     target_dims: tuple[int | None, ...] = ()  # of every flat target leaf: the dimension that counts samples, or None
     count: Count | None = None
     why: str = ""  # for "whole": what keeps the loss from being split, with the operator and its source line
+    counts_calls: bool = False  # it changes a number or a buffer of its own, which it does once for every batch
     error: str = field(default="", compare=False)  # that the loss raised while it was studied
 
     def weights(
@@ -191,14 +192,19 @@ class _LossStudy:
                 log.debug("loss_fn fails on an example: %s", error)
                 return self._whole("it fails on another number of samples", error)
         try:
-            with warnings.catch_warnings(), neutral_state(self._device_types()), restored(self._module.loss_fn):
+            with (
+                warnings.catch_warnings(),
+                neutral_state(self._device_types()),
+                restored(self._module.loss_fn) as changed_number,
+            ):
                 warnings.simplefilter("ignore")
                 loss = capture(self._module, (), leaves, batch_dim=batch_dims, strict=True, device=self._place())
+                changed = changed_number()
         except (CaptureError, InputError) as error:
             log.debug("loss_fn cannot be captured: %s", error)
             return self._whole("it cannot be captured as a graph", error)
         try:
-            return self._follow(loss, sorted(leaves))
+            return self._counting(f"it changes '{changed}'") if changed else self._follow(loss, sorted(leaves))
         finally:
             for node in loss.graph.nodes:
                 node.meta.clear()  # the tracer's tensors: nodes may outlive the graph
@@ -206,6 +212,10 @@ class _LossStudy:
     def _follow(self, loss: Program, keys: Sequence[str]) -> LossSplit:
         """Carry the proof through the captured loss."""
         has_samples = any(place.batch_dim is not None for place in loss.inputs)  # not so for a loss of the model's own
+        own = sorted(path.rpartition(".")[2] for path in loss.live)
+        written = written_buffer(loss)
+        if own or written:
+            return self._counting(written or f"it changes '{own[0]}'")
         if has_samples and not loss.any_batch:
             return self._whole(
                 "it is made for one batch size, or reads tensors of the batch from outside its arguments"
@@ -258,6 +268,9 @@ class _LossStudy:
             f"{title_of(self._module.loss_fn)} must return one tensor with one element, got one value per sample; "
             "reduce it, for example by .mean()"
         )
+
+    def _counting(self, why: str) -> LossSplit:
+        return replace(self._whole(f"{why}, once for every batch"), counts_calls=True)
 
     def _whole(self, why: str, error: Exception | None = None) -> LossSplit:
         text = "" if error is None else first_line(error)

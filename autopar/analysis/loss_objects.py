@@ -28,6 +28,7 @@ _ATOMS = (  # values that refer to nothing that a call could change by assignmen
     *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor, torch.Generator),
     *(types.BuiltinFunctionType, types.ModuleType, type, range, slice),
 )
+_NUMBERS = (bool, int, float)
 _DEPTH = 5  # of objects inside objects that are looked into
 _MOST = 10_000  # objects that are looked at: a loss may refer to a whole trainer, and that to its data
 OF_OTHERS = ("autopar", "torch", "threading", "logging", "multiprocessing", "concurrent", "asyncio")  # packages whose
@@ -58,8 +59,10 @@ def is_atom(value: Any) -> bool:
 
 
 @contextmanager
-def restored(loss_fn: Any, *, but: type | tuple[type, ...] = ()) -> Iterator[None]:
+def restored(loss_fn: Any, *, but: type | tuple[type, ...] = ()) -> Iterator[Callable[[], str]]:
     """Afterwards, the objects that `loss_fn` refers to have the attributes and the entries that they had before.
+
+    Yields what tells the name of a number that has changed since, such as a count of calls; "" if none has.
 
     `but`: classes whose objects may keep what they are given inside. Values of tensors that change in place stay
     changed.
@@ -67,7 +70,7 @@ def restored(loss_fn: Any, *, but: type | tuple[type, ...] = ()) -> Iterator[Non
     found = _Snapshot(but)
     found.add(loss_fn)
     try:
-        yield
+        yield found.changed_number
     finally:
         found.restore()
 
@@ -109,6 +112,23 @@ class _Snapshot:
         self._but = but
         self._held: dict[int, Any] = {}  # what was looked at, by id: none of it is freed meanwhile
         self._undo: list[Callable[[], None]] = []
+        self._numbers: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # entries, and which of them were numbers
+        self._cells: list[tuple[str, types.CellType, Any]] = []  # likewise
+
+    def changed_number(self) -> str:
+        """The name of a number that is another one now; "" if none is."""
+        for entries, before in self._numbers:
+            for name, value in before.items():
+                if isinstance(now := entries.get(name), _NUMBERS) and now != value:
+                    return str(name)
+        changed = (name for name, cell, value in self._cells if _held_in(cell) != value)
+        return next(changed, "")
+
+    def _note(self, entries: dict[Any, Any], names: list[str] | None = None) -> None:
+        """Entries that `restore` sets back."""
+        self._undo.append(_entries(entries, names))
+        some = entries if names is None else {name: entries.get(name) for name in names}
+        self._numbers.append((entries, {k: v for k, v in some.items() if isinstance(v, _NUMBERS)}))
 
     def add(self, value: Any, depth: int = 0) -> None:
         if isinstance(value, _ATOMS) or id(value) in self._held or depth > _DEPTH or len(self._held) >= _MOST:
@@ -125,9 +145,12 @@ class _Snapshot:
         if isinstance(value, types.FunctionType):
             if is_of_package(value.__module__, *OF_OTHERS):
                 return
-            self._undo += [_cell(cell) for cell in value.__closure__ or ()]
-            self._undo.append(_entries(value.__globals__, code_names(value.__code__)))
-            self._undo.append(_entries(value.__dict__))
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                self._undo.append(_cell(cell))
+                if isinstance(_held_in(cell), _NUMBERS):
+                    self._cells.append((name, cell, _held_in(cell)))
+            self._note(value.__globals__, code_names(value.__code__))
+            self._note(value.__dict__)
             yield from (inner for _, inner in read_by(value))
         elif isinstance(value, functools.partial):
             yield from (value.func, *value.args, *value.keywords.values())
@@ -139,7 +162,7 @@ class _Snapshot:
             self._undo.append(_items(value))
             yield from value
         elif type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
-            self._undo.append(_entries(value))
+            self._note(value)
             yield from value.values()
         elif not isinstance(value, self._but):
             yield from self._attributes(value)
@@ -154,7 +177,7 @@ class _Snapshot:
         except AttributeError:
             own = None
         if type(own) is dict:
-            self._undo.append(_entries(own))
+            self._note(own)
             yield from own.values()
         slots = (getattr(one, "__slots__", ()) for one in kind.__mro__)
         for names in slots:
@@ -168,8 +191,12 @@ class _Snapshot:
             yield called
 
 
+def _held_in(cell: types.CellType) -> Any:
+    return cell.cell_contents if cell != types.CellType() else _ABSENT
+
+
 def _cell(cell: types.CellType) -> Callable[[], None]:
-    before = cell.cell_contents if cell != types.CellType() else _ABSENT
+    before = _held_in(cell)
 
     def undo() -> None:
         if before is _ABSENT:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,11 @@ class LossSplits:
         self, loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]
     ) -> LossSplit:
         """How `loss_fn(output, target)` splits. Raises InputError for a `target_dim` that does not fit `target`."""
-        key = _key(loss_fn, target, target_dim, default_dims)
+        key = self._found(loss_fn, target, target_dim, default_dims)
         if key not in self._known:
             split = study_loss(loss_fn, self._program, self._batching, target, target_dim, default_dims=default_dims)
+            if split.counts_calls:
+                key = _key(loss_fn, target, target_dim, default_dims)
             self._known[key] = (split, (loss_fn, _held(loss_fn)))
             if len(self._known) > _MOST:
                 self._known.popitem(last=False)
@@ -54,13 +56,31 @@ class LossSplits:
         self, loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]
     ) -> LossSplit | None:
         """What `of` would look up; None: it would study the loss."""
-        return self._known.get(_key(loss_fn, target, target_dim, default_dims), (None, None))[0]
+        return self._known.get(self._found(loss_fn, target, target_dim, default_dims), (None, None))[0]
+
+    def _found(
+        self, loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]
+    ) -> Any:
+        """What a split is looked up by. What a loss that counts its calls counts makes no difference."""
+        key = _key(loss_fn, target, target_dim, default_dims)
+        known = self._known.get(key)
+        if known is not None and known[0].counts_calls:
+            return key
+        return _key(loss_fn, target, target_dim, default_dims, objects=True)
 
 
-def _key(loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]) -> Any:
+def _key(
+    loss_fn: Callable[[Any, Any], Any],
+    target: Any,
+    target_dim: TargetDim,
+    default_dims: Sequence[int],
+    *,
+    objects: bool = False,
+) -> Any:
+    """`objects`: with the numbers that dicts and objects hold."""
     leaves, spec = torch_private.tree_flatten(target)
     dims = tuple(target_dim) if isinstance(target_dim, Sequence) else target_dim
-    return (_identity(loss_fn), str(spec), tuple(map(_shape, leaves)), dims, tuple(default_dims))
+    return (objects, _identity(loss_fn, 0, objects), str(spec), tuple(map(_shape, leaves)), dims, tuple(default_dims))
 
 
 def default_target_dims(batch_dim: BatchDim) -> tuple[int, ...]:
@@ -115,36 +135,47 @@ def _held(function: Any) -> list[Any]:
     return contents
 
 
-def _identity(value: Any, depth: int = 0) -> Any:
-    """What two values must share to compute the same loss: equal for equal numbers, and for one and the same object."""
+def _identity(value: Any, depth: int = 0, objects: bool = False, names: Collection[str] | None = None) -> Any:
+    """What two values must share to compute the same loss: equal for equal numbers, and for one and the same object.
+
+    `objects`: with the numbers that dicts and objects hold; of an object those that the code around it `names`.
+    """
     if isinstance(value, _NUMBERS):
         return (type(value), value)
     if depth > _DEPTH:
         return id(value)
+    within = functools.partial(_identity, depth=depth + 1, objects=objects)
     if isinstance(value, (tuple, list)):
-        return (type(value), *(_identity(item, depth + 1) for item in value))
+        return (type(value), *map(within, value))
     if isinstance(value, functools.partial):
-        parts = (value.func, value.args, tuple(sorted(value.keywords.items())))
-        return ("partial", *(_identity(part, depth + 1) for part in parts))
+        return ("partial", *map(within, (value.func, value.args, tuple(sorted(value.keywords.items())))))
     if isinstance(value, types.MethodType):
-        return (_identity(value.__func__, depth + 1), _identity(value.__self__, depth + 1))
+        names = _names(value.__func__.__code__) if isinstance(value.__func__, types.FunctionType) else None
+        return (within(value.__func__), _identity(value.__self__, depth + 1, objects, names))
     if isinstance(value, types.FunctionType):
-        cells = tuple(_identity(item, depth + 1) for item in _held(value))
-        names = [name for name in _names(value.__code__) if name in value.__globals__]
-        read = tuple(_identity(value.__globals__[name], _DEPTH + 1) for name in names)
-        return (value.__code__, _identity(value.__defaults__, depth + 1), cells, read)
-    if isinstance(value, nn.Module):  # its settings may be changed after it was made
-        settings = tuple(
-            (name, item)
-            for module in value.modules()
-            for name, item in sorted(vars(module).items())
-            if isinstance(item, _NUMBERS)
+        names, entries = _names(value.__code__), value.__globals__
+        read = tuple(
+            _identity(one, max(depth + 1, _DEPTH + (not objects or isinstance(one, nn.Module))), objects, names)
+            for one in (entries[name] for name in names if name in entries)
         )
-        return (id(value), settings)
+        held = tuple(_identity(one, depth + 1, objects, names) for one in _held(value))
+        return (value.__code__, within(value.__defaults__), held, read)
+    if isinstance(value, nn.Module):  # its settings may be changed after it was made
+        return (id(value), tuple(_numbers(vars(module)) for module in value.modules()))
+    if objects and isinstance(value, dict):
+        return (id(value), _numbers(value))
+    if objects and not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__"):
+        own = vars(value)
+        return (id(value), _numbers(own if names is None else {name: own[name] for name in names if name in own}))
     return id(value)
 
 
+def _numbers(entries: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Those that a dict holds, with their names."""
+    return tuple((repr(name), type(item), item) for name, item in entries.items() if isinstance(item, _NUMBERS))
+
+
 def _names(code: types.CodeType) -> list[str]:
-    """The globals that a function and the functions inside it may read."""
+    """The globals and attributes that a function and the functions inside it may read."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return [*code.co_names, *(name for constant in inner for name in _names(constant))]

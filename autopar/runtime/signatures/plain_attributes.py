@@ -3,9 +3,9 @@
     self.temperature = 0.5      dropout.p = 0.3      self.act = torch.relu      self.layers_used = [0, 2]
     model.config.use_cache = False      self.mask = None
 
-Numbers, texts, functions, and what containers and other objects hold of these, one level deep. Of tensors and
-buffers counts whether there is one: a graph reads them when it runs. Parts that run uncaptured read their attributes themselves, and
-what the model's own code assigns is not the caller's change.
+Numbers, texts, functions, and what containers and other objects hold of these, one level deep. Of tensors and buffers
+counts whether there is one: a graph reads them when it runs. Parts that run uncaptured read their attributes
+themselves, and what the model's own code assigns is not the caller's change.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture import torch_private
+from autopar.capture.module_state import Generators
 from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import CaptureError, InputError, issue_again, warn
@@ -168,26 +169,50 @@ def warn_of_out_arguments(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused_hooks(model: nn.Module) -> Iterator[None]:
-    """Inside, a hook that the model's code registers on a tensor raises RefusedError: a graph would lose it."""
+def refused_effects(model: nn.Module) -> Iterator[None]:
+    """Inside, RefusedError where the model's code does what a graph would lose: a hook on a tensor, or random numbers
+    of a generator of its own."""
 
-    class HookWatcher(TorchFunctionMode):
+    class EffectWatcher(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            path = _running_module(model) if func in _TENSOR_HOOKS else None
+            why = ""
+            if func in _TENSOR_HOOKS:
+                why = f"calls {func.__name__}() on a tensor, which a captured graph loses"
+            elif kwargs and kwargs.get("generator") is not None:
+                why = f"draws with {func.__name__}(generator=...), which a captured graph loses"
+            path = _running_module(model) if why else None
             if path is not None:
-                why = f"{func.__name__}() on a tensor, which a captured graph loses"
-                raise RefusedError(f"module '{path or '(root)'}' calls {why}; change gradients in the loop", path, why)
+                raise RefusedError(f"module '{path or '(root)'}' {why}; do that outside of the model", path, why)
             return func(*args, **(kwargs or {}))
 
-    with HookWatcher():
+    with EffectWatcher():
         yield
+
+
+@contextlib.contextmanager
+def warn_of_other_generators() -> Iterator[None]:
+    """On leaving, warn if the code inside drew random numbers that are not torch's: a graph repeats what it was traced
+    with."""
+    generators = Generators()
+    yield
+    moved = generators.others_moved()
+    if moved:
+        generators.restore_others()
+        warn(
+            f"forward draws random numbers from {moved}, and a captured model repeats for ever what followed from the "
+            "first ones; draw them with torch, or outside of the model"
+        )
 
 
 def _running_module(model: nn.Module) -> str | None:
     """The path of the innermost module of the model whose code runs."""
     paths = {id(module): name for name, module in model.named_modules()}
-    frames = traceback.walk_stack(sys._getframe(1))
-    return next((paths[id(s)] for f, _ in frames if id(s := f.f_locals.get("self")) in paths), None)
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # `self`, whatever its name
+        if id(owner) in paths:
+            return paths[id(owner)]
+    return None
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -30,9 +30,10 @@ from autopar.capture.export import (
     Traced,
     Tracers,
     check_call,
-    refused_hooks,
+    refused_effects,
     trace,
     warn_of_assignments,
+    warn_of_other_generators,
     warn_of_out_arguments,
 )
 from autopar.capture.layers import repeated_layers
@@ -369,7 +370,8 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         module_hooks.marked(model, inside(model, opaque)) as marks,
         warn_of_assignments(model) as assigned,
         warn_of_out_arguments(model),
-        refused_hooks(model),
+        refused_effects(model),
+        warn_of_other_generators(),
         torch_private.no_global_hooks(),
         once,
         shard_regions.marked(hinted_modules(model)) as sharded_calls,

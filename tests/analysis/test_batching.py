@@ -176,6 +176,11 @@ def test_sizes_among_the_outputs_are_those_of_the_whole_batch() -> None:
     compare(Floats(lambda m, h, x: (m.b(h), x.shape[0], 2 * x.shape[0] + 1, x.shape[1])), torch.randn(BATCH, 8))
 
 
+def test_sizes_that_add_up_leave_the_batch_split() -> None:
+    model = Floats(lambda m, h, x: {"y": m.b(h), "rows": x.shape[0], "numbers": h.numel(), "twice": 2 * len(x)})
+    compare(model, torch.randn(BATCH, 8), torch.randn(BATCH + 1, 8))
+
+
 def test_how_outputs_combine_is_read_off_the_samples() -> None:
     def tail(model: Floats, h: torch.Tensor, x: torch.Tensor) -> Any:
         return h, h.t(), h.mean(), h.sum(), model.b.weight * 2, "text", None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from models import assert_same_gradients
@@ -101,3 +104,51 @@ def test_strict_refuses_what_a_graph_would_lose(part: str) -> None:
     message = "register_hook.* on a tensor" if part == "tensor hook" else "do not run apart"
     with pytest.raises(autopar.errors.CaptureError, match=f"module '1'.*{message}|{message}.*"):
         autopar.parallelize(model, DEVICES, tune=0, cache=False, strict=True)(torch.randn(6, 8))
+
+
+class OwnGenerator(nn.Module):
+    """Draws the same numbers as any copy of it, one call after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(8, generator=self.generator)
+
+
+class LayerDrop(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.draw() < 0.5 else x
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_a_generator_of_the_models_own_goes_on() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), OwnGenerator(), nn.Linear(8, 3)), torch.randn(6, 8)
+    original = copy.deepcopy(model)
+    original[1].generator = torch.Generator()
+    plan = Plan.from_split({"0": 0, "2": 1}, n_microbatches=1)
+    pm = autopar.parallelize(model, DEVICES, plan=plan, cache=False)
+    pm(x)  # captured
+    for module in (model, original):
+        module[1].generator.manual_seed(3)
+    for _ in range(3):
+        torch.testing.assert_close(pm(x), original(x))
+
+
+@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's"), (np.random.rand, "numpy's")])
+def test_random_numbers_that_a_graph_repeats_are_named_and_not_used_up(draw: Callable[[], float], name: str) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), LayerDrop(draw), nn.Linear(8, 3)), torch.randn(6, 8)
+    random.seed(0)
+    np.random.seed(0)
+    before = draw()
+    random.seed(0)
+    np.random.seed(0)
+    pm = autopar.parallelize(model, DEVICES, plan=Plan.from_split({"0": 0, "2": 1}, n_microbatches=3), cache=False)
+    with pytest.warns(autopar.AutoparWarning, match=f"draws random numbers from {name} random generator"):
+        pm(x)
+    assert draw() == before

@@ -28,7 +28,7 @@ class OutputCollector:
         self.differentiable = [False] * len(outputs)
         self.gradients: list[torch.Tensor | None] = []
         self._lock = threading.Lock()
-        self._pieces: dict[int, dict[int, torch.Tensor]] = {}  # flat output -> micro-batch -> value, until reduced
+        self._pieces: dict[int, dict[int, Any]] = {}  # flat output -> micro-batch -> value, until reduced
         self._shares: dict[int, Weights] = {}  # flat output that is a mean -> each micro-batch's weight, sum 1
 
     def add(self, values: Sequence[Any], microbatch: int) -> None:
@@ -43,7 +43,7 @@ class OutputCollector:
         """(8) All outputs of the batch, detached. Every micro-batch must have been added."""
         for index, pieces in self._pieces.items():
             # Sum in the order of micro-batches, not of arrival, so that the result has the same bits every time.
-            ordered = [pieces[i].to(self.device) for i in range(len(self.sizes))]
+            ordered = [self._here(pieces[i]) for i in range(len(self.sizes))]
             if self.outputs[index].combine == "mean":
                 self._shares[index] = shares = self._mean_shares(index)
                 ordered = [weighted(p, s) for p, s in zip(ordered, shares, strict=True) if not is_nothing(s)]
@@ -73,6 +73,10 @@ class OutputCollector:
             else:  # equal in all micro-batches, so that it is their mean
                 result.append(gradient * (rows / self.total))
         return result
+
+    def _here(self, piece: Any) -> Any:
+        """A tensor, or a number such as the size of a batch."""
+        return piece.to(self.device) if isinstance(piece, torch.Tensor) else piece
 
     def _combine(self, index: int, value: Any, how: OutputCombination, microbatch: int, start: int) -> None:
         if how.combine in ("first", "constant") or len(self.sizes) == 1:

@@ -67,7 +67,7 @@ def no_plan_fits(searching: Searching) -> InfeasibleError:
     modules = [p for p in dict.fromkeys(costs.operators[n].module for n in names) if p] or ["the whole model"]
     kind = problem.kinds[found.stage.kind]
     parts = _resident(searching, frozenset(inside.tolist()), kind.name)
-    helps = found.stepping and searching.ahead and searching.options.optimizer in FUSED
+    helps = found.passing <= found.available and searching.ahead and searching.options.optimizer in FUSED
     fused = ", or optimizer_step='fused', which needs no temporaries" if helps else ""
     split = split_text(parts, found.needed, searching.options.optimizer, stepping=found.stepping)
     return InfeasibleError(

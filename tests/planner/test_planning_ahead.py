@@ -353,3 +353,13 @@ def test_what_lacks_only_while_the_optimizer_steps_is_named(how: Any) -> None:
     else:
         assert "activations" in message
         assert "fused" not in message
+
+
+def test_steps_without_temporaries_are_advised_only_where_they_fit() -> None:
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))))
+    call: dict[str, Any] = {"example_args": (torch.zeros(2, 1024),), "optimizer": "adamw"}
+    with pytest.raises(InfeasibleError, match="temporaries of the optimizer's step") as failure:
+        autopar.plan(
+            model, Cluster.preset("H100"), memory_limit=3.9 * 4 * sum(p.numel() for p in model.parameters()), **call
+        )
+    assert "fused" not in str(failure.value)

@@ -130,12 +130,13 @@ def _lacking(problem: Problem, lack: float) -> Infeasibility | None:
     path = _Search(costs).least_sum(WantedStages(math.inf)).path
     if path is None:
         return None
-    needed = [costs.needed(Mode(s.kind, s.recompute), s.replicas, s.after, s.start, s.stop) for s in path.steps]
+    passing = [costs.passing(Mode(s.kind, s.recompute), s.replicas, s.after, s.start, s.stop) for s in path.steps]
+    stepping = [costs.stepping(s.kind, s.start, s.stop) for s in path.steps]
+    needed = list(map(max, passing, stepping))
     memory = [problem.kinds[s.kind].memory / problem.chunks for s in path.steps]
     index = max(range(len(needed)), key=lambda i: needed[i] - memory[i])
-    last = path.steps[index]
-    stepping = needed[index] <= costs.stepping(last.kind, last.start, last.stop)
-    return Infeasibility(index, _choice(costs, last), needed[index], stepping, memory[index])
+    steps = needed[index] <= stepping[index]
+    return Infeasibility(index, _choice(costs, path.steps[index]), needed[index], passing[index], steps, memory[index])
 
 
 class LeastSum(NamedTuple):

@@ -49,5 +49,6 @@ class Infeasibility:
     index: int  # of the stage in its plan
     stage: StageChoice
     needed: float  # bytes on each of its devices
+    passing: float  # bytes of these while passes run
     stepping: bool  # they are needed while the optimizer steps, with its temporaries and no activations
     available: float  # bytes

@@ -209,9 +209,12 @@ class Costs:
 
     def needed(self, mode: Mode, replicas: int, after: int, start: int, stop: int) -> float:
         """Bytes on each device of a stage."""
+        return max(self.passing(mode, replicas, after, start, stop), self.stepping(mode.kind, start, stop))
+
+    def passing(self, mode: Mode, replicas: int, after: int, start: int, stop: int) -> float:
+        """Bytes on each device of a stage while its passes run."""
         terms, pair = self.terms[mode], self.pair(start, stop)
-        passes = terms.once[pair] + self.in_flight(replicas, after) * terms.each[pair]
-        return float(max(passes, self._stepping(mode.kind)[pair]))
+        return float(terms.once[pair] + self.in_flight(replicas, after) * terms.each[pair])
 
     def stepping(self, kind: int, start: int, stop: int) -> float:
         """Bytes on each device of a stage while the optimizer steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -216,8 +216,21 @@ class Estimated:
         rows = min(batch, 4) if self._batching.splittable else batch
         key = (rows, self.cluster.node[0].device_type)
         if key not in self._known.nbytes:
-            self._known.nbytes[key] = measure_bytes(self._module, self._inputs(rows), rows, self._training, key[1])
+            try:
+                found = measure_bytes(self._module, self._inputs(rows), rows, self._training, key[1])
+            except NotImplementedError as error:  # of torch, for an operator that needs values
+                raise self._of_unknown_shape(error) from error
+            self._known.nbytes[key] = found
         return self._known.nbytes[key]
+
+    def _of_unknown_shape(self, error: NotImplementedError) -> InputError:
+        needing = (n for n in compute_nodes(self._module.graph) if torch.Tag.dynamic_output_shape in _tags(n))
+        first = next(needing, None)
+        what = f"the memory of the model: {error}" if first is None else f"the memory of {describe(first)}"
+        return InputError(
+            f"cannot estimate {what}: the shape of its result depends on values. Let the search plan on the devices "
+            "themselves, where it is measured, or split the model with Plan.from_split"
+        )
 
     def links(self) -> Mapping[tuple[str, str], Link]:
         return self.cluster.links
@@ -275,6 +288,11 @@ class _Launched:
     dispatched: np.ndarray  # operators, unless it is opaque
     graded: np.ndarray  # 1 where a gradient flows to its result
     summed: np.ndarray  # parameters whose gradients are added to earlier ones
+
+
+def _tags(node: fx.Node) -> Collection[Any]:
+    """Of the torch operator that a node calls."""
+    return getattr(node.target, "tags", ())
 
 
 def _dispatched(node: fx.Node) -> int:

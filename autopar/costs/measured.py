@@ -168,7 +168,8 @@ class Measured:
             with contextlib.suppress(RuntimeError):  # torch's for what has no result without values
                 own = [on_meta(x) for x in inputs]
                 return measure_bytes(module, own, rows, self._training, device_type, autocast)
-        counted = measure_bytes(self._program.graph_module, inputs, rows, self._training)
+        derives = bool(self._program.uncaptured)
+        counted = measure_bytes(self._program.graph_module, inputs, rows, self._training, derives=derives)
         return with_sizes(counted, self._under_autocast)
 
     def _few_rows(self) -> tuple[int, list[Any]]:

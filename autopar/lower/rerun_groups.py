@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -163,24 +163,36 @@ class _Rerun(nn.Module):
                 if has_run:
                     contexts.enter_context(self.again())
                     contexts.enter_context(collecting())
-                    contexts.enter_context(_unchanged([get_attribute(self.inner, name) for name in self.written]))
                 has_run = True
                 return self.inner.forward(*values)
 
         # Setting the global generators would disturb another thread that draws from them.
         by_hand = seed is None and self.random
         outputs: tuple[Any, ...] = checkpoint(
-            run, *inputs, use_reentrant=False, preserve_rng_state=by_hand, context_fn=self.contexts
+            run, *inputs, use_reentrant=False, preserve_rng_state=by_hand, context_fn=self._around
         )
         return outputs
 
+    def _around(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Around the first run, and around the second one, which leaves the buffers that it writes as they were."""
+        first, second = self.contexts()
+        buffers = [get_attribute(self.inner, name) for name in self.written]
+        return first, _Unchanged(buffers, second) if buffers else second
 
-@contextmanager
-def _unchanged(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Afterwards, the buffers are as they were before."""
-    before = [buffer.detach().clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for buffer, old in zip(buffers, before, strict=True):
+
+class _Unchanged(AbstractContextManager[None]):
+    """Afterwards, the buffers are as they were before. `inner`, entered within, does not see their copies: a selective
+    checkpoint counts kernels."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor], inner: AbstractContextManager[Any]) -> None:
+        self._buffers, self._inner = buffers, inner
+
+    def __enter__(self) -> None:
+        self._before = [buffer.detach().clone() for buffer in self._buffers]
+        self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        handled = self._inner.__exit__(*raised)
+        for buffer, old in zip(self._buffers, self._before, strict=True):
             buffer.data.copy_(old)  # `.data`: autograd saved the buffer and must not see its version change
+        return handled

@@ -36,13 +36,16 @@ def measure_bytes(
     training: bool,
     device_type: str = "cpu",
     autocast: torch.dtype | None = None,
+    *,
+    derives: bool = False,
 ) -> GraphBytes:
     """One forward that counts bytes by storages: what each node returns, allocates, and keeps for backward. Values are
     freed after their last use, and nothing is kept for a backward.
 
     It runs where `inputs` are. On the meta device nothing is allocated, and the bytes are those of a pass on a device
     of `device_type`, whose kernels may keep other tensors than those of another, under `autocast` (None: off). Casts of
-    parameters are left out of what is kept, as the parameters are: they do not grow with the batch.
+    parameters are left out of what is kept, as the parameters are: they do not grow with the batch. `derives`: code of
+    the module may take derivatives in its forward, for which everything is kept until the end.
     """
     device = device_of(inputs)
     own = private_copy(module, device, gradients=False)
@@ -59,13 +62,12 @@ def measure_bytes(
     pending: dict[int, int] = {}
     casts = AutocastCasts(device_type)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        """Without its history: an operator that kept its own result would never be freed. Only code that derives inside
-        of the model reads it."""
+    def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+        """Nothing is kept, as no backward follows: an operator that kept its own result would never be freed."""
         key, nbytes = number(tensor), tensor.untyped_storage().nbytes()
         if key not in resident and nbytes and key not in {number(cast) for cast in casts.kept}:
             pending[key] = nbytes
-        return tensor.detach()
+        return tensor.detach() if derives else None
 
     def on_node(node: fx.Node, value: Any) -> None:
         tensors = tensors_in(value)

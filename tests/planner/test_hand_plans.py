@@ -519,3 +519,25 @@ class Wide(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Routed(nn.Module):
+    """Each expert gets the samples that choose it: how many shows only in values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            result = result.index_add(0, rows, weight[rows, None] * expert(x[rows]))
+        return result
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], Cluster.preset("2xH100")])
+def test_a_model_whose_sizes_depend_on_values_is_refused_in_words(devices: Any) -> None:
+    with pytest.raises(InputError, match="the shape of its result depends on values"):
+        Plan.by_hand(Routed(), devices, example_args=(torch.randn(8, 8),), data=2)

@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.loss import LossSplit, study_loss, title_of
+from autopar.analysis.loss_objects import is_of_package
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.errors import InputError
@@ -62,10 +63,10 @@ class LossSplits:
         self, loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]
     ) -> Any:
         """What a split is looked up by. What a loss that counts its calls counts makes no difference."""
-        key = _key(loss_fn, target, target_dim, default_dims)
-        known = self._known.get(key)
-        if known is not None and known[0].counts_calls:
-            return key
+        if any(split.counts_calls for split, _ in self._known.values()):
+            key = _key(loss_fn, target, target_dim, default_dims)
+            if key in self._known:
+                return key
         return _key(loss_fn, target, target_dim, default_dims, objects=True)
 
 
@@ -153,6 +154,8 @@ def _identity(value: Any, depth: int = 0, objects: bool = False, names: Collecti
         names = _names(value.__func__.__code__) if isinstance(value.__func__, types.FunctionType) else None
         return (within(value.__func__), _identity(value.__self__, depth + 1, objects, names))
     if isinstance(value, types.FunctionType):
+        if is_of_package(value.__module__, "torch"):  # which only computes with its arguments
+            return id(value)
         names, entries = _names(value.__code__), value.__globals__
         read = tuple(
             _identity(one, max(depth + 1, _DEPTH + (not objects or isinstance(one, nn.Module))), objects, names)

@@ -26,7 +26,7 @@ from autopar.runtime.step.workers import Worker
 PACKAGE = str(Path(autopar.__file__).parent)
 WIDTH, BATCH = 8, 32
 PER_ACTION = 15  # Python functions of autopar, the mean over forwards and backwards, the loss included
-PER_CALL = 206  # beside those of actions, for a model of four parameters
+PER_CALL = 185  # beside those of actions, for a model of four parameters
 PER_PARAMETER = 5
 
 

@@ -3,15 +3,17 @@
     self.temperature = 0.5      dropout.p = 0.3      self.act = torch.relu      self.layers_used = [0, 2]
     model.config.use_cache = False      self.mask = None
 
-Numbers, texts, functions, and what containers and other objects hold of these, one level deep. Of tensors and buffers
-counts whether there is one: a graph reads them when it runs. Parts that run uncaptured read their attributes
+Numbers, texts, functions, and what containers, namespaces, dataclasses and configurations hold of these. Of tensors and
+buffers counts whether there is one: a graph reads them when it runs. Parts that run uncaptured read their attributes
 themselves, and what the model's own code assigns is not the caller's change.
 """
 
 from __future__ import annotations
 
+import argparse
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -104,9 +106,12 @@ def _counted(value: Any, deep: bool = True) -> Any:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value holds others as attributes, and is no part of the model."""
-    apart = (nn.Module, torch.Tensor, types.ModuleType, *_CODE)
-    return not isinstance(value, apart) and hasattr(value, "__dict__")
+    """Whether a value holds settings. Other objects, such as a trainer, may change in every step by themselves."""
+    kinds = (types.SimpleNamespace, argparse.Namespace)
+    named = not isinstance(value, (type, nn.Module)) and type(value).__name__.lower().endswith(("config", "settings"))
+    return isinstance(value, kinds) or (
+        (named or is_dataclass(value)) and isinstance(getattr(value, "__dict__", None), dict)
+    )
 
 
 def _items(value: Any) -> Callable[[], Iterable[Any]]:

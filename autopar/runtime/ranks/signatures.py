@@ -79,6 +79,7 @@ class RankSignatures(Signatures):
         super().__init__(model, devices, decide, user_plan, settings)
         self.parameters = RankParameters(world, model)
         self._captures = RankCaptures(world, self.parameters, model, devices, settings, self.warnings)
+        self._captures.state.without_attributes()  # frameworks keep some on one rank only, and ranks their own buffers
         self.to_be_filled: frozenset[str] = frozenset()  # tensors that have no values before they are placed
         self.after_placing: list[Callable[[], None]] = []  # what waits for that
         self.compares = True  # with the first plan, whether all ranks have the same program and weights

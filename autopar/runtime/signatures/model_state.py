@@ -37,11 +37,16 @@ class ModelState:
         self._model = model
         self._modules: tuple[nn.Module, ...] = ()  # all, the root first; held, so that no id is given away again
         self._children: list[int] = []  # ids of what the tables of these held
-        self._attributes = PlainAttributes()
+        self._attributes: PlainAttributes | None = PlainAttributes()
+
+    def without_attributes(self) -> None:
+        """From now on, no plain attribute counts."""
+        self._attributes = None
 
     def leave_out(self, live: Collection[str]) -> None:
         """Plain attributes that do not count: `Program.live`."""
-        self._attributes.leave_out(self._model, live)
+        if self._attributes is not None:
+            self._attributes.leave_out(self._model, live)
 
     def changed_attribute(self, now: State, before: Sequence[State]) -> str:
         """The path of an attribute in which `now` differs from the newest of those `before` that differ in attributes
@@ -76,7 +81,7 @@ class ModelState:
             list(map(id, parameters)),
             [parameter.dtype for parameter in parameters],
             [id(module) for module in maybe_hooked if module is not self._model and has_hooks(module)],
-            self._attributes.now(modules),
+            () if self._attributes is None else self._attributes.now(modules),
             torch.get_default_dtype(),
             torch.get_default_device(),
         )

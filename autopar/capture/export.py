@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import io
 import logging
-import operator
 import os
 import re
 import sys
@@ -22,7 +21,7 @@ from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture import torch_private
-from autopar.capture.module_state import Generators
+from autopar.capture.module_state import TORCHS_OWN, Generators, unchanged
 from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import CaptureError, InputError, issue_again, warn
@@ -34,8 +33,6 @@ _TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfi
 
 
 _TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
-
-_TORCHS_OWN = frozenset(vars(nn.Module()))
 
 Tracers = Literal["export", "symbolic_trace", "both"]  # "both": symbolic_trace where export refuses
 
@@ -109,7 +106,7 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
         (f"{path}.{name}".lstrip("."), value, value.copy())
         for path, module in users
         for name, value in vars(module).items()
-        if type(value) in (list, dict, set) and name not in _TORCHS_OWN
+        if type(value) in (list, dict, set) and name not in TORCHS_OWN
     ]
 
     def recording_setattr(self: nn.Module, name: str, value: Any) -> None:
@@ -124,7 +121,7 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
     finally:
         nn.Module.__setattr__ = original  # type: ignore[method-assign]
         for path, value, before in containers:
-            if not _same_content(value, before):
+            if not unchanged((value, before), value):
                 assigned.add(path)
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(before)
@@ -133,15 +130,6 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
             f"forward assigns {', '.join(sorted(assigned))}, but a captured model does not change attributes; "
             "return the value, or keep it in a buffer"
         )
-
-
-def _same_content(now: Any, before: Any) -> bool:
-    """Of a list, dict or set."""
-    if isinstance(now, set):
-        return bool(now == before)
-    if isinstance(now, dict):
-        return [*now] == [*before] and _same_content([*now.values()], [*before.values()])
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 @contextlib.contextmanager

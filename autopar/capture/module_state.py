@@ -18,10 +18,11 @@ def _own(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are not torch's own, and not computed for every call (by weight_norm, from
     `weight_g`; by spectral_norm, from `weight_orig`)."""
     derived = {name.removesuffix(end) for name in module._parameters for end in ("_g", "_orig") if name.endswith(end)}
-    return {k: v for k, v in vars(module).items() if k not in _TORCHS_OWN and k not in derived}
+    return {k: v for k, v in vars(module).items() if k not in TORCHS_OWN and k not in derived}
 
 
-_TORCHS_OWN = frozenset(vars(nn.Module()))
+TORCHS_OWN = frozenset(vars(nn.Module()))
+"""Names of the attributes that torch keeps in every module."""
 
 
 def _content(value: Any) -> Any:
@@ -40,7 +41,7 @@ class Attributes:
         for module, before in self._seen:
             now = _own(module)
             for name in [*now, *(n for n in before if n not in now)]:
-                if name not in now or name not in before or not _unchanged(before[name], now[name]):
+                if name not in now or name not in before or not unchanged(before[name], now[name]):
                     return f"{type(module).__name__}.{name}"
         return ""
 
@@ -58,7 +59,8 @@ class Attributes:
                 module.__dict__[name] = value
 
 
-def _unchanged(before: tuple[Any, Any], now: Any) -> bool:
+def unchanged(before: tuple[Any, Any], now: Any) -> bool:
+    """`before`: a value, and a shallow copy of it where that is a list, dict or set."""
     value, content = before
     if type(now) in _CONTAINERS:
         if type(now) is not type(content) or len(now) != len(content):

@@ -105,6 +105,28 @@ def test_training_and_the_hooks_of_the_root_do_not_show() -> None:
     assert reader.now() == before
 
 
+def test_an_attribute_that_is_set_again_does_not_show() -> None:
+    block = Block()
+    reader = ModelState(block)
+    before = reader.now()
+    del block.scale
+    block.scale = 1.0
+    assert reader.now() == before
+
+
+def test_tuples_that_follow_each_other_at_one_address_differ() -> None:
+    block = Block()
+    reader = ModelState(block)
+    block.sizes = ([1][0], 2)
+    before = reader.now()
+    for step in range(20):
+        block.sizes = (step, step + 5)
+        block.sizes = (step + 7, step)
+        now = reader.now()
+        assert now != before
+        before = now
+
+
 def test_what_the_models_code_assigns_and_parts_that_run_uncaptured_do_not_show() -> None:
     block = Block()
     reader = ModelState(block)

@@ -15,15 +15,17 @@ import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import is_dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.capture.module_state import TORCHS_OWN
+
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
-_TORCHS_OWN = frozenset(vars(nn.Module()))
 
 Attribute = tuple[int, str, Any]  # the module's place among all, the name, what counts of the value
 
@@ -69,24 +71,30 @@ class PlainAttributes:
     def _walk(self, modules: Sequence[nn.Module]) -> None:
         found: list[Attribute] = []
         contents: dict[int, tuple[Callable[[], Iterable[Any]], list[int]]] = {}
-        self._kept = [value for module in modules for value in vars(module).values() if isinstance(value, _VALUES)]
+        self._kept = []
         for place, module in enumerate(modules):
             if module in self._uncaptured:
                 continue
             for name, value in vars(module).items():
-                if name in _TORCHS_OWN or (module, name) in self._left_out:
+                if name in TORCHS_OWN or (module, name) in self._left_out:
                     continue
                 found.append((place, name, _counted(value)))
+                self._keep([value])
                 if isinstance(value, (list, set, dict)) or _is_object(value):
                     items = _items(value)
                     inside = list(items())
                     contents[id(value)] = items, list(map(id, inside))
-                    self._kept += inside
+                    self._keep(inside)
             if module._buffers:
                 items = module._buffers.values
                 contents[id(module)] = items, list(map(id, items()))
                 found += [(place, name, buffer is None) for name, buffer in module._buffers.items()]
-        self._contents, self._known = list(contents.values()), tuple(found)
+        self._contents = list(contents.values())
+        self._known = tuple(sorted(found, key=itemgetter(0, 1)))  # an attribute may be removed and set again
+
+    def _keep(self, values: Iterable[Any]) -> None:
+        """All but tensors, of which only counts that they are there."""
+        self._kept += (value for value in values if not isinstance(value, torch.Tensor))
 
 
 def _counted(value: Any, deep: bool = True) -> Any:

@@ -9,10 +9,12 @@ how many micro-batches each of them holds, how many replicas share the micro-bat
 For the most and the fewest micro-batches that a mesh may run, the solutions are those at the breakpoints of the price
 of memory (`Prices`). A micro-batch's bytes count as often as it may be in flight:
 
-    0               stages that recompute keep hardly anything
+    0               stages that recompute keep hardly anything; while the optimizer steps, no activations are left
     1               the last stage
     meshes          the first of as many stages under 1F1B
     micro-batches   GPipe, or a caller's loss between the forwards and the backwards
+
+Without micro-batches in flight the optimizer's temporaries count beside the resident bytes.
 
 In addition comes the fastest solution with shards of what it gathers kept (`regathering`). Its strategies are not
 chosen anew: with the gathers of its backward in the search, another choice could be better.
@@ -39,6 +41,9 @@ _ONE_KIND = 2
 # Solutions that differ by less, relative, in all costs are one; what happens once a step counts by a micro-batch's
 # seconds, and is not shared anew where it is less.
 _ALIKE = 0.005
+# How much the bytes of `OptionCosts.kinds` count while the optimizer steps.
+_STEPPING: Direction = (1.0, 0.0, 1.0)
+_TEMPORARIES: Direction = (0.0, 0.0, 1.0)
 
 
 def frontier(problem: ShardingProblem, memory: float, n_meshes: int, most: int) -> tuple[Sharding, ...]:
@@ -71,23 +76,34 @@ def with_regathered(problem: ShardingProblem, found: Sequence[Sharding], memory:
 
 def _useful(prices: Prices, memory: float, n_meshes: int, m: int, most: int) -> list[EnvelopePoint]:
     """The fastest point, and others on the envelopes, the most useful ones first."""
-    room = _ROOM * memory
-    if prices.fastest.held((1.0, float(m))) <= room:
+    if _fits(prices.fastest, m, memory):
         return [prices.fastest]
     stages = [1 << n for n in range(n_meshes.bit_length())]
-    directions: list[Direction] = [(1.0, float(n)) for n in dict.fromkeys((1, min(m, n_meshes), 0, m))]
-    limits = {direction: [n * room for n in stages] for direction in directions}
-    found = [prices.fastest, *prices.envelopes(directions, _PRICES * most, limits, _ALIKE)]
-    return list(dict.fromkeys([prices.fastest, *_fitting(found, stages, room, m), *found]))
+    whole = 1.0 if prices.fastest.held(_TEMPORARIES) else _ROOM
+    limits = {_STEPPING: [n * whole * memory for n in stages]}
+    limits |= {_passing(n): [n * _ROOM * memory for n in stages] for n in (1, min(m, n_meshes), m)}
+    directions = [_passing(1), _passing(min(m, n_meshes)), _STEPPING, _passing(m)]
+    found = [prices.fastest, *prices.envelopes(list(dict.fromkeys(directions)), _PRICES * most, limits, _ALIKE)]
+    return list(dict.fromkeys([prices.fastest, *_fitting(found, stages, memory, m), *found]))
 
 
-def _fitting(points: Sequence[EnvelopePoint], stages: Sequence[int], room: float, m: int) -> Iterator[EnvelopePoint]:
+def _fitting(points: Sequence[EnvelopePoint], stages: Sequence[int], memory: float, m: int) -> Iterator[EnvelopePoint]:
     """The fastest points that fit a number of equal stages, for each number of micro-batches in flight."""
     by_seconds = sorted(points, key=lambda point: point.seconds)
     in_flight = [[(n, min(m, n)) for n in stages], *([(n, held) for n in stages] for held in (0, m, 1))]
     for n, held in itertools.chain(*in_flight):
-        fits = (point for point in by_seconds if point.held((1.0, float(held))) <= n * room)
+        fits = (point for point in by_seconds if _fits(point, held, n * memory))
         yield from itertools.islice(fits, 1)
+
+
+def _passing(in_flight: int) -> Direction:
+    """How much the bytes of `OptionCosts.kinds` count with so many micro-batches in flight."""
+    return (1.0, float(in_flight), 0.0)
+
+
+def _fits(point: EnvelopePoint, in_flight: int, memory: float) -> bool:
+    """Whether a point may fit so many bytes with so many micro-batches in flight, and as the optimizer steps."""
+    return point.held(_passing(in_flight)) <= _ROOM * memory and point.held(_STEPPING) <= memory
 
 
 def _unlike(found: Sequence[Sharding]) -> list[Sharding]:

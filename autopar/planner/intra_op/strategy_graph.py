@@ -61,16 +61,22 @@ class OptionCosts:
     nbytes: np.ndarray  # [options] on each device
     once: np.ndarray | None = None  # [options] s once a step; None: nothing
     resident: bool = False  # the bytes are held all the time, not for each micro-batch
+    temporaries: np.ndarray | None = None  # [options] bytes beside them while the optimizer steps; None: nothing
 
     def times(self, copies: int) -> OptionCosts:
         once = None if self.once is None else self.once * copies
-        return replace(self, seconds=self.seconds * copies, nbytes=self.nbytes * copies, once=once)
+        temporaries = None if self.temporaries is None else self.temporaries * copies
+        return replace(
+            self, seconds=self.seconds * copies, nbytes=self.nbytes * copies, once=once, temporaries=temporaries
+        )
 
     @cached_property
     def kinds(self) -> np.ndarray:
-        """[options, 2] bytes held all the time, and for each micro-batch in flight."""
+        """[options, 3] bytes held all the time, for each micro-batch in flight, and while the optimizer steps."""
         nothing = np.zeros_like(self.nbytes)
-        return np.stack([self.nbytes, nothing] if self.resident else [nothing, self.nbytes], axis=1)
+        stepping = nothing if self.temporaries is None else self.temporaries
+        held = (self.nbytes, nothing) if self.resident else (nothing, self.nbytes)
+        return np.stack([*held, stepping], axis=1)
 
 
 class OperatorChoice(NamedTuple):
@@ -240,22 +246,26 @@ class StrategyGraph:
             [sum(tables.once_of(n).between(n.before, n.after) for n in needed_once(one)) for one in options],
             dtype=float,
         )
-        stepping = np.array([self._stepping(value, one) if trained else 0.0 for one in options])
+        stepping, temporaries = np.array([self._stepping(value, one) if trained else (0.0, 0.0) for one in options]).T
         once += stepping
         each = once / self.task.n_microbatches
-        costs = OptionCosts(each, np.array(held), once if shared or stepping.any() else None, resident=True)
+        per_step = once if shared or stepping.any() else None
+        beside = temporaries if temporaries.any() else None
+        costs = OptionCosts(each, np.array(held), per_step, resident=True, temporaries=beside)
         return tuple(options), costs, stepping
 
-    def _stepping(self, value: torch.Tensor, one: Stored) -> float:
-        """Seconds once a step in which the optimizer's kernels go through a trained parameter.
+    def _stepping(self, value: torch.Tensor, one: Stored) -> tuple[float, float]:
+        """Seconds once a step in which the optimizer's kernels go through a trained parameter, and bytes of its
+        temporaries on each device.
 
         Its launches do not depend on how the parameter lies.
         """
         if self._optimizer is None:
-            return 0.0
+            return 0.0, 0.0
         implementation, bandwidth = self._optimizer
         cut = (parts(layout, self.mesh.shape) for layout in (one.layout, one.state))
-        return self.task.weight(value, True, *cut).step(self.task.optimizer, implementation).nbytes / bandwidth
+        share = self.task.weight(value, True, *cut).step(self.task.optimizer, implementation)
+        return share.nbytes / bandwidth, share.held
 
     def _held(self, value: torch.Tensor, trained: bool, one: Stored) -> float:
         """Bytes on each device of a parameter or buffer, its gradient and the optimizer's state."""

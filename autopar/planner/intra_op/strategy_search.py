@@ -261,7 +261,7 @@ class ShardingProblem(StrategyGraph):
         return self._solution(replace(found, seconds=taken, bytes=nbytes, bound=taken if found.proven else 0.0))
 
     def prices(self, rounds: int, effort: float = math.inf) -> Prices:
-        """The best options at any price of (bytes held all the time, bytes of each micro-batch in flight).
+        """The best options at any price of bytes: those of `OptionCosts.kinds`.
 
         rounds: micro-batches that a mesh runs in a step: what it does once a step counts to each with a part.
         """

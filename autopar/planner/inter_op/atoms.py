@@ -44,6 +44,7 @@ class Layers:
     atoms: tuple[int, ...]  # those with operators of layers
     outside: tuple[int, ...] = ()  # atoms that are to be recomputed and have operators outside of layers
     products: tuple[Shared, ...] = ()  # what stages keep besides, that keep every second product of layers
+    largest: float = 0.0  # bytes that a layer makes again, at most
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,16 @@ def _cores(
     return Cores(tuple(Shared(saved[s], tuple(sorted(savers[s]))) for s in of_core), working)
 
 
+def recomputed_share(costs: CostGraph) -> float:
+    """The part of what a micro-batch's operators save that is there at once in a stage that recomputes its layers one
+    after the other; 0 without layers."""
+    whole = gather(costs, [tuple(name for name, operator in costs.operators.items() if not operator.replicable)])
+    saved = sum(shared.nbytes for shared in whole.saved)
+    if not (saved and whole.layers.atoms):
+        return 0.0
+    return min(1.0, (whole.layers.largest + sum(shared.nbytes for shared in whole.layers.kept)) / saved)
+
+
 def _layers(
     costs: CostGraph, operators: Mapping[str, OperatorCost], atom_of: Mapping[str, int], recompute: Collection[str]
 ) -> Layers:
@@ -278,7 +289,8 @@ def _layers(
     outside = {atom_of[name] for name in recompute if name in atom_of and operators[name].block is None}
     shared = tuple(Shared(n, tuple(sorted(keepers[s]))) for s, n in kept.items())
     besides = tuple(Shared(nbytes, (atom,)) for storage, (nbytes, atom) in products.items() if storage not in kept)
-    return Layers(shared, working, tuple(sorted(layered)), tuple(sorted(outside)), besides)
+    most = max(largest.values(), default=0.0)
+    return Layers(shared, working, tuple(sorted(layered)), tuple(sorted(outside)), besides, most)
 
 
 def _transient(operator: OperatorCost) -> float:

@@ -30,6 +30,7 @@ from autopar.analysis.operators import on_device
 from autopar.capture.repeated_layers.fold import Folded, fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
+from autopar.planner.inter_op.atoms import recomputed_share
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
 from autopar.planner.inter_op.mesh_places import mesh_places
 from autopar.planner.inter_op.split_program import SplitProgram
@@ -132,6 +133,7 @@ class Meshes:
         # By kind of devices, shape and number of micro-batches.
         self._found: dict[tuple[str, tuple[int, ...], int], tuple[MeshConfiguration, ...]] = {}
         self._program = mesh_program.program(costs, self._folded)
+        self._recomputed = recomputed_share(costs) if costs.training else 0.0
 
     def widths(self) -> list[int]:
         """Numbers of devices per mesh: a node halved any number of times, or doubled up to all nodes. On few nodes
@@ -274,7 +276,8 @@ class Meshes:
     def _chosen(self, task: ShardingTask, mesh: Mesh, memory: float, n_meshes: int) -> tuple[Sharding, ...]:
         """The fastest strategies; where `n_meshes` such meshes may lack memory (bytes), also others that need less."""
         problem = ShardingProblem(task, mesh, self._facts_of(task))
-        return with_regathered(problem, frontier(problem, memory, n_meshes, _SOLUTIONS), memory)
+        found = frontier(problem, memory, n_meshes, _SOLUTIONS, self._recomputed)
+        return with_regathered(problem, found, memory)
 
     def _facts_of(self, task: ShardingTask) -> GraphFacts:
         if task.rows not in self._facts:

@@ -9,12 +9,11 @@ how many micro-batches each of them holds, how many replicas share the micro-bat
 For the most and the fewest micro-batches that a mesh may run, the solutions are those at the breakpoints of the price
 of memory (`Prices`). A micro-batch's bytes count as often as it may be in flight:
 
-    0               stages that recompute keep hardly anything; while the optimizer steps, no activations are left
+    0               while the optimizer steps, when its temporaries are there instead
+    a part          stages that recompute their layers keep what flows between them
     1               the last stage
     meshes          the first of as many stages under 1F1B
     micro-batches   GPipe, or a caller's loss between the forwards and the backwards
-
-Without micro-batches in flight the optimizer's temporaries count beside the resident bytes.
 
 In addition comes the fastest solution with shards of what it gathers kept (`regathering`). Its strategies are not
 chosen anew: with the gathers of its backward in the search, another choice could be better.
@@ -25,6 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,8 +32,6 @@ from autopar.planner.intra_op.elimination.envelope import Direction, EnvelopePoi
 from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 
-# Of the memory. What operators need only while they run, and what stages receive, takes the rest.
-_ROOM = 0.9
 # Prices to try per solution for each number of micro-batches on a mesh, and entries of their tables (`Effort`).
 _PRICES, _EFFORT = 4, 1e8
 # With at most this number of solutions, all are for the most micro-batches that a mesh may run.
@@ -43,22 +41,24 @@ _ONE_KIND = 2
 _ALIKE = 0.005
 # How much the bytes of `OptionCosts.kinds` count while the optimizer steps.
 _STEPPING: Direction = (1.0, 0.0, 1.0)
-_TEMPORARIES: Direction = (0.0, 0.0, 1.0)
 
 
-def frontier(problem: ShardingProblem, memory: float, n_meshes: int, most: int) -> tuple[Sharding, ...]:
+def frontier(
+    problem: ShardingProblem, memory: float, n_meshes: int, most: int, recomputed: float = 0.0
+) -> tuple[Sharding, ...]:
     """At most `most` solutions, the fastest first. None is worse than another one in all four costs.
 
-    memory: bytes of each device. n_meshes: meshes that stages and replicas may have together. Solutions that are slower
-    but need less memory are looked for only where the fastest one, with all micro-batches in flight, leaves no room.
+    memory: bytes of each device. n_meshes: meshes that stages and replicas may have together. recomputed: the part of a
+    micro-batch's bytes that is there at once in a stage that recomputes its layers. Solutions that are slower but need
+    less memory are looked for only where the fastest one, with all micro-batches in flight, leaves no room.
     """
-    m = problem.task.n_microbatches
+    m, room = problem.task.n_microbatches, _Room(problem, memory, n_meshes, recomputed)
     prices = problem.prices(m, _EFFORT)
-    found = [problem.solution_of(p, prices) for p in _useful(prices, memory, n_meshes, m, most)[:most]]
+    found = [problem.solution_of(point, prices) for point in room.useful(prices, most)[:most]]
     rounds = math.ceil(m / n_meshes)
     if most > _ONE_KIND and found[0].once * (1 / rounds - 1 / m) >= _ALIKE * found[0].seconds:
         fewer, share = problem.prices(rounds, _EFFORT), most // 2
-        shared_less = _useful(fewer, memory, n_meshes, m, share)[:share]
+        shared_less = room.useful(fewer, share)[:share]
         found[_ONE_KIND:_ONE_KIND] = [problem.solution_of(point, fewer) for point in shared_less]
     return tuple(_unlike(found)[:most])
 
@@ -69,41 +69,52 @@ def with_regathered(problem: ShardingProblem, found: Sequence[Sharding], memory:
     memory: bytes of each device. Nothing is added where the fastest solution fits with all micro-batches in flight.
     """
     fastest, m = found[0], problem.task.n_microbatches
-    if fastest.resident + m * (fastest.nbytes - fastest.resident) <= _ROOM * memory:
+    if fastest.resident + m * (fastest.nbytes - fastest.resident) + fastest.working <= memory:
         return tuple(found)
     return tuple(_unlike([*found, regathered(problem, fastest)]))
 
 
-def _useful(prices: Prices, memory: float, n_meshes: int, m: int, most: int) -> list[EnvelopePoint]:
-    """The fastest point, and others on the envelopes, the most useful ones first."""
-    if _fits(prices.fastest, m, memory):
-        return [prices.fastest]
-    stages = [1 << n for n in range(n_meshes.bit_length())]
-    whole = 1.0 if prices.fastest.held(_TEMPORARIES) else _ROOM
-    limits = {_STEPPING: [n * whole * memory for n in stages]}
-    limits |= {_passing(n): [n * _ROOM * memory for n in stages] for n in (1, min(m, n_meshes), m)}
-    directions = [_passing(1), _passing(min(m, n_meshes)), _STEPPING, _passing(m)]
-    found = [prices.fastest, *prices.envelopes(list(dict.fromkeys(directions)), _PRICES * most, limits, _ALIKE)]
-    return list(dict.fromkeys([prices.fastest, *_fitting(found, stages, memory, m), *found]))
+@dataclass(frozen=True)
+class _Room:
+    """The memory that equal stages on meshes have for solutions."""
+
+    problem: ShardingProblem
+    memory: float  # bytes of each device
+    n_meshes: int
+    recomputed: float  # as in `frontier`
+
+    def useful(self, prices: Prices, most: int) -> list[EnvelopePoint]:
+        """The fastest point, and others on the envelopes, the most useful ones first."""
+        m, fastest = self.problem.task.n_microbatches, prices.fastest
+        if self.fits(fastest, m, 1):
+            return [fastest]
+        memory = max(0.0, self.memory - self.problem.working(fastest.options))
+        in_flight = dict.fromkeys((1, min(m, self.n_meshes), self.recomputed, m))
+        limits = {_passing(n): [n_stages * memory for n_stages in self._stages] for n in in_flight if n}
+        limits[_STEPPING] = [n_stages * self.memory for n_stages in self._stages]
+        found = [fastest, *prices.envelopes(list(limits), _PRICES * most, limits, _ALIKE)]
+        return list(dict.fromkeys([fastest, *self._fitting(found), *found]))
+
+    def fits(self, point: EnvelopePoint, in_flight: float, n_stages: int) -> bool:
+        """Whether so many stages may fit, with so many micro-batches in flight and as the optimizer steps."""
+        memory = self.memory - self.problem.working(point.options)
+        return point.held(_passing(in_flight)) <= n_stages * memory and point.held(_STEPPING) <= n_stages * self.memory
+
+    def _fitting(self, points: Sequence[EnvelopePoint]) -> Iterator[EnvelopePoint]:
+        """The fastest points that fit a number of stages, for each number of micro-batches in flight."""
+        m, by_seconds = self.problem.task.n_microbatches, sorted(points, key=lambda point: point.seconds)
+        pipelines = [(n, float(min(m, n))) for n in self._stages]
+        for n, held in [*pipelines, *itertools.product(self._stages, (self.recomputed, m, 1.0))]:
+            yield from itertools.islice((point for point in by_seconds if self.fits(point, held, n)), 1)
+
+    @property
+    def _stages(self) -> list[int]:
+        return [1 << n for n in range(self.n_meshes.bit_length())]
 
 
-def _fitting(points: Sequence[EnvelopePoint], stages: Sequence[int], memory: float, m: int) -> Iterator[EnvelopePoint]:
-    """The fastest points that fit a number of equal stages, for each number of micro-batches in flight."""
-    by_seconds = sorted(points, key=lambda point: point.seconds)
-    in_flight = [[(n, min(m, n)) for n in stages], *([(n, held) for n in stages] for held in (0, m, 1))]
-    for n, held in itertools.chain(*in_flight):
-        fits = (point for point in by_seconds if _fits(point, held, n * memory))
-        yield from itertools.islice(fits, 1)
-
-
-def _passing(in_flight: int) -> Direction:
+def _passing(in_flight: float) -> Direction:
     """How much the bytes of `OptionCosts.kinds` count with so many micro-batches in flight."""
     return (1.0, float(in_flight), 0.0)
-
-
-def _fits(point: EnvelopePoint, in_flight: int, memory: float) -> bool:
-    """Whether a point may fit so many bytes with so many micro-batches in flight, and as the optimizer steps."""
-    return point.held(_passing(in_flight)) <= _ROOM * memory and point.held(_STEPPING) <= memory
 
 
 def _unlike(found: Sequence[Sharding]) -> list[Sharding]:

@@ -87,6 +87,7 @@ class GraphFacts:
             self._saved[name] = [(place, nbytes) for (key, nbytes), place in items if key not in kept]
             kept |= {key for key, _ in storages}
         self.trained = {node.name for node in requires_grad_nodes(task.module)} if task.training else set[str]()
+        self._fresh, self._output = counted.fresh, counted.output
         self._with_rule: dict[fx.Node, OperatorWithRule] = {}
         self._named = {node.name: node for node in task.module.graph.nodes}
 
@@ -104,6 +105,10 @@ class GraphFacts:
         """What an operator keeps for the backward: (tensor, bytes), by `StrategyCosts.kept`."""
         ruled = self.with_rule(node)
         return tuple((ruled.place(place), nbytes) for place, nbytes in self._saved.get(node.name, ()))
+
+    def transient(self, name: str) -> int:
+        """Bytes while an operator runs on one device: what it allocates, its result and the gradient of that."""
+        return self._fresh[name] + self._output[name] * (2 if name in self.trained else 1)
 
     def kept_operands(self, node: fx.Node) -> tuple[tuple[fx.Node, Place], ...]:
         """The operands that an operator keeps for the backward, with their places in its rule.

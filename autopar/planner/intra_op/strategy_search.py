@@ -31,7 +31,7 @@ from autopar.planner.intra_op.redistributions import (
 )
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_graph import OptionCosts, PricedUse, StoredChoice, StrategyGraph
-from autopar.sharding.layouts import Placements
+from autopar.sharding.layouts import Placements, parts
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.stage_sharding import Stored, stored_text
 from autopar.sharding.strategies import Strategy
@@ -76,6 +76,7 @@ class Sharding:
     resident: float = 0.0  # bytes of `nbytes` that do not depend on the micro-batches in flight
     gathered: Mapping[str, float] = field(default_factory=dict)  # by node: `gathered_bytes` of all that it reads
     stepping: float = 0.0  # s once a step: the optimizer's kernels
+    working: float = 0.0  # bytes beside `nbytes` on each device while an operator runs, at most
     # By (tensor that is read, node that keeps it, layout in which that reads it); empty: gathered tensors are kept.
     kept: Mapping[tuple[str, str, Placements], KeptShard] = field(default_factory=dict)
     keeping: Sharding | None = None  # the same choices if gathered tensors are kept, where they are not
@@ -284,14 +285,11 @@ class ShardingProblem(StrategyGraph):
         option = found.options
         collectives: list[Collective] = []
         uses = []
-        gathered: dict[str, float] = defaultdict(float)
         for edge, use, _ in self.uses:
             out = use.outs[edge.out[option[edge.source]]]
             into = use.ins[edge.into[option[edge.target]]]
             collectives += collectives_of(use, out, into, self.task.training)
             uses.append(ChosenUse(use, out, into, self.task.training))
-            if nbytes := gathered_bytes(use, out, into):
-                gathered[use.reader] += nbytes
         for name, stored in self.stored.items():
             collectives += self._once(name, stored, stored.options[option[stored.variable]])
         held = ((one, option[i]) for i, one in enumerate(self.variables) if one.resident)
@@ -313,9 +311,38 @@ class ShardingProblem(StrategyGraph):
             {name: _chosen_costs(costs, option[v]) for name, (v, costs) in self.options.items()},
             tuple(uses),
             resident,
-            dict(gathered),
+            self._gathered(option),
             stepping,
+            self.working(option),
         )
+
+    def working(self, options: Sequence[int]) -> float:
+        """Bytes on each device while an operator runs, at most, with what it gathers: see `GraphFacts.transient`."""
+        gathered = self._gathered(options)
+        running = (of[options[variable]] + gathered.get(name, 0.0) for name, variable, of in self._transient)
+        return float(max(running, default=0.0))
+
+    @cached_property
+    def _transient(self) -> list[tuple[str, int, np.ndarray]]:
+        """(node, its variable, [options] bytes on each device while it runs)."""
+        shares: dict[StrategyCosts, np.ndarray] = {}
+        found = []
+        for name, (variable, costs) in self.options.items():
+            if costs not in shares:
+                cut = (parts(one.outputs[0], self.mesh.shape) if one.outputs else 1 for one in costs.strategies)
+                shares[costs] = 1 / np.array(list(cut))
+            found.append((name, variable, self.facts.transient(name) * shares[costs]))
+        return found
+
+    def _gathered(self, options: Sequence[int]) -> dict[str, float]:
+        """By operator: `gathered_bytes` of all that it reads."""
+        found: dict[str, float] = defaultdict(float)
+        for edge, use, _ in self.uses:
+            if use.constant:
+                out = use.outs[edge.out[options[edge.source]]]
+                if nbytes := gathered_bytes(use, out, use.ins[edge.into[options[edge.target]]]):
+                    found[use.reader] += nbytes
+        return dict(found)
 
     def _once(self, name: str, stored: StoredChoice, chosen: Stored) -> Iterator[Collective]:
         """The collectives once a step that the readers of a parameter share; they are listed with the first reader."""

@@ -45,8 +45,9 @@ from cost_models.graphs import get_attribute, on_meta, private_copy, storage_key
 
 log = logging.getLogger(__name__)
 
-_SOLUTIONS = 4  # of every shape and micro-batch size
+_SOLUTIONS, _MORE_SOLUTIONS = 4, 8  # of every shape and micro-batch size; more on a few devices
 _FEW = 8  # nodes, or devices of a single node, up to which meshes may have any number of them
+_FEW_DEVICES = 16  # up to which more solutions take seconds at most
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,8 @@ class Meshes:
     def _chosen(self, task: ShardingTask, mesh: Mesh, memory: float, n_meshes: int) -> tuple[Sharding, ...]:
         """The fastest strategies; where `n_meshes` such meshes may lack memory (bytes), also others that need less."""
         problem = ShardingProblem(task, mesh, self._facts_of(task))
-        found = frontier(problem, memory, n_meshes, _SOLUTIONS, self._recomputed)
+        most = _MORE_SOLUTIONS if len(self._devices) <= _FEW_DEVICES else _SOLUTIONS
+        found = frontier(problem, memory, n_meshes, most, self._recomputed)
         return with_regathered(problem, found, memory)
 
     def _facts_of(self, task: ShardingTask) -> GraphFacts:

@@ -97,15 +97,22 @@ class _Room:
 
     def fits(self, point: EnvelopePoint, in_flight: float, n_stages: int) -> bool:
         """Whether so many stages may fit, with so many micro-batches in flight and as the optimizer steps."""
-        memory = self.memory - self.problem.working(point.options)
-        return point.held(_passing(in_flight)) <= n_stages * memory and point.held(_STEPPING) <= n_stages * self.memory
+        return self._needed(point, in_flight, n_stages) <= self.memory
+
+    def _needed(self, point: EnvelopePoint, in_flight: float, n_stages: int) -> float:
+        """Bytes on each device of a stage, roughly: tensors that several operators keep count more than once."""
+        passing = point.held(_passing(in_flight)) / n_stages + self.problem.working(point.options)
+        return max(passing, point.held(_STEPPING) / n_stages)
 
     def _fitting(self, points: Sequence[EnvelopePoint]) -> Iterator[EnvelopePoint]:
-        """The fastest points that fit a number of stages, for each number of micro-batches in flight."""
+        """The fastest points that fit a number of stages, for each number of micro-batches in flight; where none does,
+        those that need the least."""
         m, by_seconds = self.problem.task.n_microbatches, sorted(points, key=lambda point: point.seconds)
         pipelines = [(n, float(min(m, n))) for n in self._stages]
         for n, held in [*pipelines, *itertools.product(self._stages, (self.recomputed, m, 1.0))]:
-            yield from itertools.islice((point for point in by_seconds if self.fits(point, held, n)), 1)
+            needed = [self._needed(point, held, n) for point in by_seconds]
+            least = min(range(len(needed)), key=needed.__getitem__)
+            yield by_seconds[next((i for i, nbytes in enumerate(needed) if nbytes <= self.memory), least)]
 
     @property
     def _stages(self) -> list[int]:

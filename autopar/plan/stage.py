@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.plan.recompute import Recompute
 from autopar.sharding.stage_sharding import StageSharding
@@ -40,6 +40,12 @@ class Stage:
     # Bytes on the device that has least, for all its stages. At hand it is what was free when the plan was priced: that
     # changes from moment to moment, makes no other plan, and is not saved.
     usable_memory: int | None = field(default=None, compare=False)
+
+    def within(self, memory_limit: float | None) -> Stage:
+        """The stage with no more usable memory on each device than `memory_limit` bytes, if there is a limit."""
+        if memory_limit is None or self.usable_memory is None or self.usable_memory <= memory_limit:
+            return self
+        return replace(self, usable_memory=int(memory_limit))
 
     @property
     def mode(self) -> Recompute:

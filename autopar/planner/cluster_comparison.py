@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,10 +18,10 @@ from autopar.plan.diff import PlanDiff
 from autopar.plan.display import drawn
 from autopar.plan.plan import Plan
 from autopar.plan.results import Result
+from autopar.plan.stage import Stage
 from autopar.planner.communication import exposed_communication
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from cost_models import Cluster
-from cost_models.memory.training_memory import usable_memory
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class PlannedRow:
     samples: int  # of a step
     tokens: int | None  # of a step; None for a model without token inputs
     least: float  # s: all devices of the cluster at their peaks
-    usable: float  # bytes on the device that has least
 
     @property
     def seconds(self) -> float:
@@ -51,13 +51,26 @@ class PlannedRow:
 
     @property
     def memory(self) -> int:
-        """Bytes on the device that needs most."""
-        return max((stage.peak_memory or 0 for stage in self.plan.stages), default=0)
+        """Bytes that the plan needs on the fullest device, which has least room left for its size."""
+        return self._fullest.peak_memory or 0
+
+    @property
+    def usable(self) -> float:
+        """Bytes that this device has, or may use."""
+        return math.inf if self._fullest.usable_memory is None else self._fullest.usable_memory
 
     @property
     def fits(self) -> bool:
         """Whether the devices have room for it."""
         return self.memory <= self.usable
+
+    @property
+    def _fullest(self) -> Stage:
+        def filled(stage: Stage) -> float:
+            usable = math.inf if stage.usable_memory is None else max(1, stage.usable_memory)
+            return (stage.peak_memory or 0) / usable
+
+        return max(self.plan.stages, key=filled)
 
     @property
     def communication(self) -> float:
@@ -139,7 +152,6 @@ def compare_ahead(
     flops = model_flops(example)
     least = least_seconds(flops, cluster)
     samples, tokens = max(1, example.program.batch_size), tokens_of(example)
-    usable = min(usable_memory(spec.memory, spec.device_type) for spec in cluster.node)
     rows, missing = [], []
     for number, (name, plan) in enumerate(plans.items()):
         progress(name, number / len(plans))
@@ -154,7 +166,7 @@ def compare_ahead(
                 raise
             missing.append((name, str(error)))
         else:
-            rows.append(PlannedRow(name, priced, samples, tokens, least, usable))
+            rows.append(PlannedRow(name, priced, samples, tokens, least))
     total, devices = sum(flops.values()), len(cluster.devices)
     return ClusterComparison(
         tuple(rows), cluster.title, devices, samples, total, example.training, missing=tuple(missing)

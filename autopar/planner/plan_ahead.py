@@ -74,7 +74,12 @@ def priced_ahead(
     kept = [note for note in priced.notes if not note.startswith((OTHER, LEFT_OUT))]
     notes = (*kept, *example.left_out, *other_assumptions(plan, assumed))
     return replace(
-        priced, notes=notes, model=fingerprint(example.model), assumed=assumed, work=step_work(example, cluster)
+        priced,
+        notes=notes,
+        model=fingerprint(example.model),
+        assumed=assumed,
+        work=step_work(example, cluster),
+        stages=tuple(stage.within(options.memory_bytes) for stage in priced.stages),
     )
 
 

@@ -17,7 +17,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.shared_hardware import one_worker_per_gpu, shared_gpu_notes
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
-from autopar.plan.stage import RunnerUp, Stage
+from autopar.plan.stage import RunnerUp
 from autopar.planner.explain import explanation, why_no_more
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.fitting_candidates import find_fitting
@@ -87,7 +87,7 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int, meshes: Mesh
         shared = shared_gpu_notes(names, used=plan.used_devices)
         plan = replace(
             plan,
-            stages=tuple(_within(stage, options.memory_limit) for stage in plan.stages),
+            stages=tuple(stage.within(options.memory_limit) for stage in plan.stages),
             devices=names,
             device_kinds=tuple(device.kind for device in offered),
             notes=(
@@ -106,13 +106,6 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int, meshes: Mesh
         again = partial(make_plan, meshes=meshes)
         plans.append(with_explainer(plan, Explainer(explanation(searching, candidate, candidates, again), inside)))
     return plans
-
-
-def _within(stage: Stage, memory_limit: float | None) -> Stage:
-    """The stage with no more usable memory than the user allows."""
-    if memory_limit is None or stage.usable_memory is None or stage.usable_memory <= memory_limit:
-        return stage
-    return replace(stage, usable_memory=int(memory_limit))
 
 
 def _operators_explained(costs: CostGraph, configurations: Sequence[str]) -> Callable[[Plan, str], InsideExplained]:

@@ -25,12 +25,14 @@ def _comparison(comparison: ClusterComparison) -> str:
     columns = ["plan", "step\nms", f"{unit}\nper s", "MFU", "peak\nMB", "bubble", "commu-\nnication\nms"]
     rows = [_cells(row) for row in comparison.rows]
     foot = (
-        "MFU: model FLOPs utilisation of all devices, used or not. peak MB: of the device that needs most. "
+        "MFU: model FLOPs utilisation of all devices, used or not. peak MB: of the fullest device. "
         "communication: collectives that no computing hides, on the device with most of them."
     )
     done = [paragraph(f"{row.name}: {described(row.plan)}") for row in comparison.rows]
     done += [
-        paragraph(f"{row.name} does not fit: it needs {bytes_text(row.memory)}, a device has {bytes_text(row.usable)}")
+        paragraph(
+            f"{row.name} does not fit: it needs {bytes_text(row.memory)}, the device has {bytes_text(row.usable)}"
+        )
         for row in comparison.rows
         if not row.fits
     ]

@@ -91,6 +91,34 @@ def test_a_plan_that_does_not_fit_is_said_and_not_the_fastest() -> None:
     assert "whole does not fit: it needs" in str(result)
 
 
+def test_each_stage_has_to_fit_its_own_devices_and_no_others() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16_384, 16_384, bias=False) for _ in range(4)))
+        rows = torch.empty(16, 16_384)
+    call = {**CALL, "example_args": (rows,), "target": rows}
+    cluster = Cluster.preset("1xA100-80+1xT4")
+    hand = Plan.by_hand(model, cluster, pipeline=2, micro_batch=1, **call)
+    result = autopar.compare(model, cluster, {"auto": None, "hand": hand}, **call)
+    assert isinstance(result, ClusterComparison)
+    (stage,) = result["auto"].plan.stages
+    t4 = min(spec.memory for spec in cluster.node)
+    assert t4 < (stage.peak_memory or 0) < result["auto"].usable
+    assert result["auto"].fits
+    assert result.fastest.name == "auto"
+
+
+def test_a_memory_limit_holds_for_plans_by_hand_too() -> None:
+    cluster = Cluster.preset("2xH100")
+    hand = Plan.by_hand(mlp(), cluster, **CALL)
+    needed = max(stage.peak_memory or 0 for stage in hand.stages)
+    for limit, fits in ((needed, True), (needed - 1, False)):
+        result = autopar.compare(mlp(), cluster, {"hand": hand}, memory_limit=limit, **CALL)
+        assert isinstance(result, ClusterComparison)
+        assert result["hand"].fits == fits
+        assert result["hand"].usable == limit
+        assert ("hand does not fit: it needs" in str(result)) != fits
+
+
 def test_plans_by_hand_are_shown_where_no_plan_of_the_search_fits(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(20_000, 20_000) for _ in range(4)))

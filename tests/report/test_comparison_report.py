@@ -41,10 +41,12 @@ def measured(first: tuple[float, ...], second: tuple[float, ...]) -> Comparison:
 
 
 def planned(*seconds: float, usable: float = 80e9) -> ClusterComparison:
-    rows = tuple(
-        PlannedRow(name, priced(predicted_step_time=s), 16, 65536, 0.12, usable)
-        for name, s in zip(NAMES, seconds, strict=True)
-    )
+    def plan(s: float) -> Plan:
+        found = priced(predicted_step_time=s)
+        stages = tuple(dataclasses.replace(stage, usable_memory=int(usable)) for stage in found.stages)
+        return dataclasses.replace(found, stages=stages)
+
+    rows = tuple(PlannedRow(name, plan(s), 16, 65536, 0.12) for name, s in zip(NAMES, seconds, strict=True))
     return ClusterComparison(rows, "2 nodes of 4xH100", 8, 16, 2e14, True)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar import Cluster
+import autopar
+from autopar import Cluster, Plan
 from autopar.analysis.example import example_ahead
 from autopar.analysis.operators import on_device
 from autopar.capture.program import capture
@@ -112,3 +113,60 @@ def test_what_happens_once_a_step_weighs_more_on_meshes_that_run_few_of_the_micr
     assert len(few) == 1
     assert few[0].each + few[0].once < many.each + many.once
     assert few[0].seconds > many.seconds
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(1024), nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+        self.q, self.k, self.v, self.o = (nn.Linear(1024, 1024) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (of(self.norm(x)).unflatten(-1, (8, 128)).transpose(1, 2) for of in (self.q, self.k, self.v))
+        scores = torch.softmax(q @ k.transpose(-1, -2) / 8, -1)
+        x = x + self.o((scores @ v).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Deep(nn.Module):
+    """Layers that are recomputed one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(1024, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_search_finds_what_a_plan_by_hand_fits_into(recompute: str) -> None:
+    """Its memory is scarce to the byte: what operators need while they run, and layers that run again, count."""
+    with META:
+        model, x, y = Deep().train(), torch.empty(8, 512, 1024), torch.empty(8, 512, 512)
+    cluster, call = Cluster.preset("2xA100-80"), {"example_args": (x,), "target": y, "loss_fn": functional.mse_loss}
+    hand = Plan.by_hand(model, cluster, tensor=2, micro_batch=2, recompute=recompute, **call)
+    limit = max(stage.peak_memory or 0 for stage in hand.stages) + 1
+    found = autopar.plan(model, cluster, memory_limit=limit, n_microbatches=4, **call)
+    assert found.predicted_step_time is not None
+    assert hand.predicted_step_time is not None
+    assert found.predicted_step_time <= hand.predicted_step_time * 1.001
+
+
+@pytest.mark.slow
+def test_more_memory_makes_no_plan_slower_where_the_step_of_the_optimizer_decides_what_fits() -> None:
+    with META:
+        sizes = (1024, 1024, 256, 256, 2048)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in itertools.pairwise(sizes)))
+        x = torch.empty(8, 16, 1024)
+    held = sum(4 * p.numel() for p in model.parameters())
+    steps = [
+        autopar.plan(
+            model, Cluster.preset("2xH100"), example_args=(x,), optimizer="adam", memory_limit=share * held
+        ).predicted_step_time
+        for share in (2.7, 3.0, 3.6)
+    ]
+    assert all(b <= a * 1.001 for a, b in itertools.pairwise(steps))  # type: ignore[operator]

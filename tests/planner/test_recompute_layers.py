@@ -152,6 +152,24 @@ def test_a_model_without_layers_runs_whole_stages_again_and_says_so() -> None:
     assert any("repeats no layers" in note for note in plan.notes)
 
 
+def test_layers_of_one_operator_are_kept_for_what_they_are() -> None:
+    class Rectified(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return x
+
+    plan = Plan.by_hand(Rectified(), Cluster.preset("2xH100"), recompute="full", example_args=(torch.randn(8, 64),))
+    (note,) = (note for note in plan.notes if note.startswith("kept"))
+    assert "a single operator keeps nothing but what enters it" in note
+    assert "'layers.0'" in note
+    assert not any("cannot run again" in note for note in plan.notes)
+
+
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 

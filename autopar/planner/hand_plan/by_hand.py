@@ -5,9 +5,11 @@ model --layers--> stages --degrees--> meshes --SharedWork.strategies--> strategi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
+
+from torch import fx
 
 from autopar.analysis.blocks import Blocks
 from autopar.analysis.example import Example
@@ -135,11 +137,22 @@ def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]
         return "stage", (
             f"the model repeats no layers: with recompute={degrees.recompute!r} its stages run again as one",
         )
-    kept = [min(layer, key=lambda n: n.name) for layer in blocks.layers if layer not in blocks.all]
-    paths = dict.fromkeys(path for node in kept if (path := nearest(module_path(node), example.program.layers)))
-    if not paths:
-        return degrees.recompute, ()
-    return degrees.recompute, (f"kept, because they cannot run again as they have run: {few(list(paths))}",)
+    kept = [layer for layer in blocks.layers if layer not in blocks.all]
+    why = {
+        "a single operator keeps nothing but what enters it": [layer for layer in kept if len(layer) == 1],
+        "they cannot run again as they have run": [layer for layer in kept if len(layer) > 1],
+    }
+    return degrees.recompute, tuple(
+        f"kept, because {reason}: {few(paths)}"
+        for reason, of in why.items()
+        if (paths := _paths_of(of, example.program.layers))
+    )
+
+
+def _paths_of(layers: Iterable[frozenset[fx.Node]], paths: Collection[str]) -> list[str]:
+    """The modules, among `paths`, that calls of layers are of."""
+    first = (min(layer, key=lambda node: node.name) for layer in layers)
+    return list(dict.fromkeys(path for node in first if (path := nearest(module_path(node), paths))))
 
 
 def _shared_work(example: Example, options: PlanOptions) -> tuple[SharedWork, tuple[str, ...]]:

@@ -156,19 +156,29 @@ def moved(plan: Plan, path: str, stage: int) -> Plan:
         return plan
     now = listed | dict.fromkeys(_with_those_between(keys, list(listed), listed, stage), stage)
     held = [tuple(key for key in listed if now[key] == s) for s in range(n)]
-    empty = [str(s) for s, mine in enumerate(held) if not mine]
-    if empty:
-        raise PlanError(
-            f"stage {', '.join(empty)} would have no operators without '{path}'; move others there first, or plan with "
-            f"{n - len(empty)} stages"
-        )
-    _check_order(listed, now, path, stage)
+    emptied = _emptied(now, path, n)
+    if emptied:
+        raise PlanError(emptied)
+    _check_order(listed, now, path, stage, n)
     stages = tuple(
         replace(one, operators=mine, sharding=_sharding_of(alone.stages, s, mine))
         for s, (one, mine) in enumerate(zip(alone.stages, held, strict=True))
     )
     # The stages list all operators: a split would contradict them, or say the same.
     return replace(alone, stages=stages, split=())
+
+
+def _emptied(stage_of: Mapping[str, int], path: str, n_stages: int) -> str:
+    """What is wrong with a move of `path` after which stages have no operators; "" if all have some."""
+    empty = sorted(set(range(n_stages)) - set(stage_of.values()))
+    if not empty:
+        return ""
+    rest = n_stages - len(empty)
+    fewer = f"plan with {rest} stage{'s' if rest > 1 else ''}"
+    # What comes first and last can only be on the first and the last stage: others cannot take its place there.
+    between = empty[0] > 0 and empty[-1] < n_stages - 1
+    advice = f"move others there first, or {fewer}" if between else f"{fewer} instead"
+    return f"stage {', '.join(map(str, empty))} would have no operators without '{path}'; {advice}"
 
 
 def _moved_in_split(plan: Plan, path: str, stage: int) -> Plan:
@@ -244,7 +254,7 @@ def _with_those_between(keys: set[str], order: Sequence[str], listed: Mapping[st
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-def _check_order(before: Mapping[str, int], after: Mapping[str, int], path: str, stage: int) -> None:
+def _check_order(before: Mapping[str, int], after: Mapping[str, int], path: str, stage: int, n_stages: int) -> None:
     """Raise PlanError where layers that came one after the other would not any more.
 
     Whether other operators still come after their inputs is known to those who have the model.
@@ -254,10 +264,13 @@ def _check_order(before: Mapping[str, int], after: Mapping[str, int], path: str,
         for (i, first), (j, second) in itertools.pairwise(sorted(now[parent].items())):
             if max(first) > min(second) and max(stages[i]) <= min(stages[j]):
                 together = _between(parent, stages, now[parent], stage)
+                keys = _with_those_between(_keys_at(together, before), list(before), before, stage)
+                alone = _emptied({**before, **dict.fromkeys(keys, stage)}, together, n_stages)
+                advice = f"move the layers between as well: plan.move('{together}', stage={stage})"
                 raise PlanError(
                     f"'{path}' cannot be on stage {stage}: '{Layer(parent, i)}' would be on stage {max(first)} and "
                     f"'{Layer(parent, j)}', which follows it, on stage {min(second)}, but values only flow to later "
-                    f"stages; move the layers between as well: plan.move('{together}', stage={stage})"
+                    f"stages; {alone or advice}"
                 )
 
 

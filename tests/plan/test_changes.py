@@ -131,8 +131,21 @@ def test_what_enclosing_modules_do_between_layers_moves_along() -> None:
 def test_a_stage_is_never_left_without_operators() -> None:
     model, x = mlp(), torch.randn(8, 16)
     plan = autopar.plan(model, CLUSTER, plan=Plan.from_split({"0": 0, "7": 1}, n_microbatches=2), example_args=(x,))
-    with pytest.raises(PlanError, match=r"stage 1 would have no operators without '7'.*plan with 1 stages"):
+    with pytest.raises(PlanError, match=r"stage 1 would have no operators without '7'; plan with 1 stage instead$"):
         plan.move("7", stage=0)
+
+
+def test_a_refusal_proposes_no_range_that_leaves_a_stage_without_operators() -> None:
+    """Neither layer of stage 0 can leave it: the first one leaves the other behind, and both leave none."""
+    x = torch.randn(8, 16)
+    example: dict[str, Any] = {"example_args": (x,), "target": x, "loss_fn": nn.functional.mse_loss}
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    two = Plan.by_hand(model, CLUSTER, pipeline=2, data=2, **example)
+    with pytest.raises(PlanError, match=r"; stage 0 would have no operators without '0-1'; plan with 1 stage instead$"):
+        two.move("0", stage=1)
+    four = Plan.by_hand(model, CLUSTER, pipeline=4, **example)
+    with pytest.raises(PlanError, match=r"stage 1 would .*; move others there first, or plan with 3 stages$"):
+        four.move("1", stage=0)
 
 
 def test_a_value_that_skips_stages_holds_a_module_back() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import autopar
@@ -15,6 +17,7 @@ from autopar import Cluster, InputError, Plan, PlanError
 from autopar.analysis.example import example_ahead, resized
 from autopar.options import PlanOptions
 from autopar.planner.hand_plan.by_hand import plan_by_hand
+from autopar.planner.hand_plan.degrees import Limits, read_degrees
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.report.sharding import stored_words
 from cost_models.memory.optimizer_step import optimizer_step_temporaries
@@ -238,7 +241,7 @@ def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> No
             [
                 "tensor must be a whole number of at least 1, got 0",
                 "are 10 devices, not 8",
-                "6 samples at a time, but the batch of 8 samples is no multiple of 6; with data=2, micro_batch=2",
+                "6 samples at a time, but the batch of 8 samples is no multiple of 6; pipeline=4, micro_batch=2 would",
                 "makes 5 stages, but the model has 4 layers: some stages would have none; give at most 4 stages",
             ],
         ),
@@ -255,8 +258,8 @@ def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> No
                 "precision must be one of fp32",
                 "overlap cannot be used",
                 "recompute must be one of none",
-                "are 18 devices, not 8; give degrees whose product it is",
-                "but the batch of 8 samples is no multiple of 3; give a divisor of 8 as data, such as 2",
+                "are 18 devices, not 8; tensor=4, data=2 would be right",
+                "but the batch of 8 samples is no multiple of 3; give a batch that is, or tensor=4, data=2",
                 "blocks.0.attention/scaled_dot_product_attention#0 has 4 heads, which tensor=6 devices cannot share",
                 "blocks.0.attention.query.weight of shape (16, 16) cannot be cut over tensor=6",
                 "no size is a multiple of it; tensor=4 would be right",
@@ -288,7 +291,68 @@ def test_replicas_that_nobody_asked_for_are_not_what_should_change() -> None:
     with pytest.raises(PlanError) as caught:
         by_hand(Cluster.preset("8xH100", 3), tensor=2, pipeline=4)
     assert "tensor=2 x pipeline=4 leave data=3 replicas of 24 devices" in str(caught.value)
-    assert "the batch of 8 samples is no multiple of 3; give a batch that is, or other degrees" in str(caught.value)
+    assert "the batch of 8 samples is no multiple of 3; give a batch that is, or pipeline=3" in str(caught.value)
+
+
+@given(
+    limits=st.builds(
+        Limits,
+        n_devices=st.integers(1, 24),
+        batch=st.integers(1, 24),
+        obstacle=st.sampled_from(["", "", "samples are mixed"]),
+        least=st.integers(1, 2),
+        n_layers=st.integers(1, 8),
+        allows=st.sampled_from([lambda degrees: True, lambda degrees: 8 % degrees.tensor == 0]),
+    ),
+    asked=st.fixed_dictionaries(
+        {"zero": st.integers(0, 3), "sequence_parallel": st.booleans()},
+        optional={name: st.integers(1, 8) for name in ("tensor", "pipeline", "data", "micro_batch")},
+    ),
+)
+def test_degrees_that_a_refusal_proposes_are_right_with_the_others(limits: Limits, asked: dict[str, Any]) -> None:
+    usual: dict[str, Any] = {"tensor": 1, "pipeline": 1, "data": None, "micro_batch": None, "schedule": None}
+    usual |= {"chunks": 1, "zero": 0, "recompute": "none", "sequence_parallel": False}
+    for problem in read_degrees(limits, **(usual | asked))[1]:
+        proposed = re.search(
+            r"; (?:give (?:a batch that is, or )?)?((?:\w+=\d+(?:, )?)+)(?: would be right)?$", problem
+        )
+        if proposed is None or "zero=0" in proposed[1]:
+            continue
+        changes = {name: int(n) for name, n in (one.split("=") for one in proposed[1].split(", "))}
+        degrees, problems = read_degrees(limits, **(usual | asked | changes))
+        assert problems == []
+        assert limits.allows(degrees)
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes"),
+    [
+        ({"data": 1}, {"pipeline": 3, "data": 2}),
+        ({"data": 6}, {"pipeline": 3, "data": 2}),
+        ({"tensor": 2, "data": 1}, {"pipeline": 3}),
+        ({"pipeline": 4}, {"pipeline": 3}),
+    ],
+)
+def test_what_a_refusal_proposes_is_accepted(asked: dict[str, int], changes: dict[str, int]) -> None:
+    """8 samples and 4 layers, of sizes that 4 divides, on 6 devices."""
+    cluster = Cluster.preset("6xH100")
+    with pytest.raises(PlanError, match=", ".join(f"{name}={n}" for name, n in changes.items()) + "( would|$)"):
+        by_hand(cluster, **asked)
+    assert by_hand(cluster, **(asked | changes)).devices == tuple(device.name for device in cluster.devices)
+
+
+def test_a_batch_that_cannot_be_split_is_said_before_sizes_of_its_parts() -> None:
+    class Mixing(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x - x.mean(0))
+
+    model, cluster = Mixing(nn.Linear(8, 8), nn.Linear(8, 8)), Cluster.preset("2xH100")
+    call: dict[str, Any] = {"example_args": (torch.randn(8, 8),)}
+    with pytest.raises(PlanError, match=r"the batch cannot be split, [^\n]*; micro_batch=8 would be right$"):
+        Plan.by_hand(model, cluster, tensor=2, micro_batch=5, **call)
+    with pytest.raises(PlanError, match=r"the batch cannot be split, [^\n]*; pipeline=2, data=1 would be right$"):
+        Plan.by_hand(model, cluster, data=2, micro_batch=8, **call)
+    assert Plan.by_hand(model, cluster, pipeline=2, data=1, micro_batch=8, **call).n_microbatches == 1
 
 
 def test_a_model_without_layers_has_nothing_to_divide() -> None:
@@ -343,7 +407,7 @@ def test_a_model_that_mixes_samples_is_not_split_over_replicas() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.a(x) @ self.b(x).T).logsumexp(1).mean()
 
-    with pytest.raises(PlanError, match=r"the batch cannot be split.*micro_batch=8"):
+    with pytest.raises(PlanError, match=r"the batch cannot be split.*; pipeline=2, data=1 would be right$"):
         Plan.by_hand(Clip(), Cluster.preset("2xH100"), example_args=(torch.randn(8, 8),), data=2)
     plan = Plan.by_hand(Clip(), Cluster.preset("2xH100"), example_args=(torch.randn(8, 8),), pipeline=2)
     assert plan.n_microbatches == 1

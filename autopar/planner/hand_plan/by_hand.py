@@ -5,6 +5,7 @@ model --layers--> stages --degrees--> meshes --SharedWork.strategies--> strategi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from autopar.plan.made_by_hand import BY_HAND
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import RECOMPUTE
 from autopar.plan.stage import Stage
-from autopar.planner.hand_plan.degrees import read_degrees
+from autopar.planner.hand_plan.degrees import Limits, read_degrees
 from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
@@ -56,19 +57,23 @@ def plan_by_hand(
     example, search = search_options(example, options, len(cluster.devices))
     program = example.program
     layers = shared.layers
-    degrees, contradictions = read_degrees(
+
+    @functools.cache
+    def not_divided(tensor: int) -> tuple[str, ...]:
+        return shared.cut_sizes(example, cluster).not_divided(tensor, len(cluster.devices)) if tensor > 1 else ()
+
+    limits = Limits(
         n_devices=len(cluster.devices),
         batch=max(1, program.batch_size),
-        splittable=example.batching.obstacle,
+        obstacle=example.batching.obstacle,
         least=example.batching.least_rows,
         n_layers=len(layers),
-        **wanted,
+        allows=lambda other: not not_divided(other.tensor) and not any(_mixed_stages(other, cluster)),
     )
+    degrees, contradictions = read_degrees(limits, **wanted)
     contradictions += _mixed_stages(degrees, cluster)
     if problems or refused or contradictions:
-        n_devices = len(cluster.devices)
-        sizes = shared.cut_sizes(example, cluster).not_divided(degrees.tensor, n_devices) if degrees.tensor > 1 else ()
-        _refuse([*problems, *refused], [*contradictions, *sizes])
+        _refuse([*problems, *refused], [*contradictions, *not_divided(degrees.tensor)])
     n_stages = degrees.n_stages
     recompute, how = _recompute(degrees, example)
     names = [device.name for device in cluster.devices]

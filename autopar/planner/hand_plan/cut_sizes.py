@@ -92,8 +92,3 @@ def is_product(node: fx.Node) -> bool:
 def _divides(n: int, sizes: Sequence[int]) -> bool:
     """Whether a degree divides any of the sizes."""
     return any(size % n == 0 for size in sizes)
-
-
-def largest_divisor(size: int, most: int) -> int:
-    """Of `size`, at most `most`."""
-    return max(d for d in range(1, min(size, most) + 1) if size % d == 0)

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.plan.degrees import ZERO, Degrees
 from autopar.plan.recompute import RECOMPUTE
-from autopar.planner.hand_plan.cut_sizes import largest_divisor
 from autopar.schedule.builders import SCHEDULES
 
 _INTERLEAVED = "interleaved-1f1b"
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What degrees must fit."""
+
+    n_devices: int
+    batch: int  # samples of a step
+    obstacle: str  # why the batch cannot be split; "" if it can
+    least: int  # samples that a micro-batch needs
+    n_layers: int  # that stages can be made of
+    allows: Callable[[Degrees], bool]  # whether the sizes of the model and the types of the devices fit degrees
+
+
 def read_degrees(
+    limits: Limits,
     *,
-    n_devices: int,
-    batch: int,
-    splittable: str,
-    least: int,
-    n_layers: int,
     tensor: Any,
     pipeline: Any,
     data: Any,
@@ -33,9 +42,6 @@ def read_degrees(
 ) -> tuple[Degrees, list[str]]:
     """The degrees that a user asks for, with what follows from the others filled in, and everything that is wrong with
     them, each with what would be right. Degrees that are no numbers or names count as if they were not given.
-
-    `splittable`: why the batch of the model cannot be split, "" if it can. `least`: samples that a micro-batch needs.
-    `n_layers`: that stages can be made of.
     """
     counts = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks}
     counts |= {name: n for name, n in (("data", data), ("micro_batch", micro_batch)) if n is not None}
@@ -50,74 +56,81 @@ def read_degrees(
     if type(sequence_parallel) is not bool:
         problems.append(f"sequence_parallel must be True or False, got {sequence_parallel!r}")
         sequence_parallel = False
-    usable = {name: n for name, n in counts.items() if name not in wrong}  # so that other problems are found, too
-    usable = {"tensor": 1, "pipeline": 1, "chunks": 1} | usable
-    parallel = usable["tensor"] * usable["pipeline"]
-    replicas = usable.get("data", max(1, n_devices // parallel))
-    few = usable["pipeline"] > 1 and not splittable
+    given = {name: n for name, n in counts.items() if name not in wrong}  # so that other problems are found, too
+    usable = {"tensor": 1, "pipeline": 1, "chunks": 1} | given
+    replicas = usable.get("data", max(1, limits.n_devices // (usable["tensor"] * usable["pipeline"])))
     wanted = Degrees(
         tensor=usable["tensor"],
         pipeline=usable["pipeline"],
         data=replicas,
-        micro_batch=usable.get("micro_batch", 1 if few else max(1, batch // replicas)),
+        micro_batch=usable.get("micro_batch", _usual_micro_batch(usable["pipeline"], replicas, limits)),
         chunks=usable["chunks"],
         sequence_parallel=sequence_parallel,
-        batch=batch,
+        batch=limits.batch,
         **chosen,
     )
-    given = "data" in usable
-    return wanted, [*problems, *_contradictions(wanted, given, n_devices, n_layers, splittable, least)]
+    return wanted, [*problems, *_contradictions(wanted, given, limits)]
 
 
-def _contradictions(
-    wanted: Degrees, given: bool, n_devices: int, n_layers: int, splittable: str, least: int
-) -> Iterator[str]:
-    """`given`: whether the user gave `data`; else it follows from the other degrees."""
-    tensor, pipeline, data, chunks = wanted.tensor, wanted.pipeline, wanted.data, wanted.chunks
-    product = tensor * pipeline * data
-    if product != n_devices:
-        fits, rest = divmod(n_devices, tensor * pipeline)
-        right = f"with these, data={fits} would be right" if fits and not rest else "give degrees whose product it is"
-        yield f"tensor={tensor} x pipeline={pipeline} x data={data} are {product} devices, not {n_devices}; {right}"
+def _usual_micro_batch(pipeline: int, data: int, limits: Limits) -> int:
+    """Samples of a micro-batch where the user says none: stages take turns with many, a stage alone needs one."""
+    return 1 if pipeline > 1 and not limits.obstacle else max(1, limits.batch // data)
+
+
+def _contradictions(wanted: Degrees, given: Collection[str], limits: Limits) -> Iterator[str]:
+    """`given`: the degrees that the user gave; the others follow from these."""
+    yield from _of_devices_and_batch(wanted, given, limits)
+    yield from _of_counts(wanted, limits.n_layers)
+    if wanted.chunks > 1 and wanted.schedule != _INTERLEAVED:
+        yield f"chunks={wanted.chunks} needs schedule='{_INTERLEAVED}', got {wanted.schedule!r}"
+
+
+def _of_devices_and_batch(wanted: Degrees, given: Collection[str], limits: Limits) -> Iterator[str]:
+    tensor, pipeline, data, batch = wanted.tensor, wanted.pipeline, wanted.data, wanted.batch
     samples = data * wanted.micro_batch
-    each, uneven = divmod(wanted.batch, data)
-    if uneven and not given:
+    each, uneven = divmod(batch, data)
+    right = functools.cache(lambda: _right(wanted, given, limits))  # a search, where something is wrong only
+    if (product := tensor * pipeline * data) != limits.n_devices:
+        other = f"{right()} would be right" if right() else "give degrees whose product it is"
+        are = f"{'is' if product == 1 else 'are'} {_number(product, 'device')}"
+        yield f"tensor={tensor} x pipeline={pipeline} x data={data} {are}, not {limits.n_devices}; {other}"
+    if limits.obstacle:
+        if data > 1 or wanted.micro_batch != batch:
+            yield f"the batch cannot be split, neither over replicas nor into micro-batches: {limits.obstacle}; " + (
+                f"{right()} would be right" if right() else f"it needs data=1 and micro_batch={batch}"
+            )
+        return
+    if uneven:
+        replicas = f"data={data} replicas share each batch"
+        if "data" not in given:
+            replicas = f"tensor={tensor} x pipeline={pipeline} leave data={data} replicas of {limits.n_devices} devices"
+            replicas += ", which share each batch"
         yield (
-            f"tensor={tensor} x pipeline={pipeline} leave data={data} replicas of {n_devices} devices, which share "
-            f"each batch, but the batch of {wanted.batch} samples is no multiple of {data}; give a batch that is, or "
-            "other degrees"
-        )
-    elif uneven:
-        most = largest_divisor(math.gcd(wanted.batch, n_devices), data)
-        yield (
-            f"data={data} replicas share each batch, but the batch of {wanted.batch} samples is no multiple of {data}; "
-            f"give a divisor of {wanted.batch} as data, such as {most}"
+            f"{replicas}, but the batch of {batch} samples is no multiple of {data}; give a batch that is, or "
+            f"{right() or 'other degrees'}"
         )
     elif each % wanted.micro_batch:
+        divisor = _fitting_micro_batch(data, wanted.micro_batch, limits)
+        proposed = f"{right()} would be right" if right() else f"micro-batches of {divisor} divide it"
         yield (
             f"data={data} x micro_batch={wanted.micro_batch} are {samples} samples at a time, but the batch of "
-            f"{wanted.batch} samples is no multiple of {samples}; "
-            f"with data={data}, micro_batch={largest_divisor(each, wanted.micro_batch)} would be right"
+            f"{batch} samples is no multiple of {samples}; {proposed}"
         )
-    elif splittable and wanted.batch != wanted.micro_batch:
-        yield f"the batch cannot be split, neither over replicas nor into micro-batches: {splittable}; " + (
-            f"give data=1, micro_batch={wanted.batch}"
-        )
-    if samples < min(least, wanted.batch):
-        enough = range(-(-least // data), wanted.batch // data + 1)
-        proposed = next((n for n in enough if wanted.batch % (data * n) == 0), None)
+    if samples < min(limits.least, batch):
         at_once = "is 1 sample" if samples == 1 else f"are {samples} samples"
         yield (
             f"data={data} x micro_batch={wanted.micro_batch} {at_once} at a time, but the model's batch norm needs "
-            f"{least} in a micro-batch; {'give another batch' if proposed is None else f'give micro_batch={proposed}'}"
+            f"{limits.least} in a micro-batch; give {right() or 'another batch'}"
         )
+
+
+def _of_counts(wanted: Degrees, n_layers: int) -> Iterator[str]:
+    tensor, pipeline, data, chunks = wanted.tensor, wanted.pipeline, wanted.data, wanted.chunks
     if n_layers < wanted.n_stages:
         of = f"pipeline={pipeline} x chunks={chunks}" if chunks > 1 else f"pipeline={pipeline}"
         stages, layers = _number(wanted.n_stages, "stage"), _number(n_layers, "layer")
         at_most = f"give at most {_number(n_layers, 'stage')}" if n_layers else "it has nothing to divide"
         yield f"{of} makes {stages}, but the model has {layers}: some stages would have none; {at_most}"
-    if chunks > 1 and wanted.schedule != _INTERLEAVED:
-        yield f"chunks={chunks} needs schedule='{_INTERLEAVED}', got {wanted.schedule!r}"
     if chunks > 1 and pipeline == 1:
         yield f"chunks={chunks} needs pipeline=2 or more: the stages of a device alternate with those of others"
     if wanted.zero and data == 1:
@@ -127,6 +140,60 @@ def _contradictions(
             "sequence_parallel=True cuts activations over the devices that cut tensors, and tensor=1 has one; "
             "give tensor=2 or more, or sequence_parallel=False"
         )
+
+
+# -- what would be right ----------------------------------------------------------------------------------------------
+
+
+def _right(wanted: Degrees, given: Collection[str], limits: Limits) -> str:
+    """What to give instead, so that nothing contradicts: `pipeline=3, data=2`; empty if there is no such thing.
+
+    As few degrees as can be are others than those `wanted`, the replicas rather than the stages, and these rather than
+    the cut of tensors.
+    """
+    found = []
+    for tensor in _divisors(limits.n_devices):
+        for pipeline in _divisors(limits.n_devices // tensor):
+            data = limits.n_devices // (tensor * pipeline)
+            usual = _usual_micro_batch(pipeline, data, limits)
+            asked = wanted.micro_batch if "micro_batch" in given else usual
+            micro_batch = _fitting_micro_batch(data, asked, limits)
+            if micro_batch is None:
+                continue
+            other = replace(wanted, tensor=tensor, pipeline=pipeline, data=data, micro_batch=micro_batch)
+            if not any(_of_counts(other, limits.n_layers)):
+                found.append((other, _changes(replace(wanted, micro_batch=asked), other, given)))
+
+    def effort(one: tuple[Degrees, dict[str, int]]) -> tuple[float, ...]:
+        other, changes = one
+        steps = (math.log(getattr(other, name) / getattr(wanted, name)) for name in ("tensor", "pipeline", "data"))
+        return len(changes), "tensor" in changes, "pipeline" in changes, sum(map(abs, steps))
+
+    changes = next((changes for other, changes in sorted(found, key=effort) if limits.allows(other)), {})
+    return ", ".join(f"{name}={n}" for name, n in changes.items())
+
+
+def _changes(wanted: Degrees, other: Degrees, given: Collection[str]) -> dict[str, int]:
+    """The degrees to give for `other`; replicas that nobody gave follow from the rest."""
+    names = ("tensor", "pipeline", *(["data"] if "data" in given else []), "micro_batch")
+    return {name: getattr(other, name) for name in names if getattr(other, name) != getattr(wanted, name)}
+
+
+def _fitting_micro_batch(data: int, asked: int, limits: Limits) -> int | None:
+    """The largest micro-batch of at most `asked` samples that `data` replicas can do, or else the smallest; None if
+    they cannot share the batch."""
+    each, uneven = divmod(limits.batch, data)
+    if uneven or (limits.obstacle and data > 1):
+        return None
+    if limits.obstacle:
+        return limits.batch
+    fitting = [n for n in _divisors(each) if data * n >= min(limits.least, limits.batch)]
+    return max((n for n in fitting if n <= asked), default=fitting[0])
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def _number(n: int, what: str) -> str:

@@ -182,6 +182,7 @@ class PlanOptions:
                 "compile='graphs' records kernels for fixed sizes, and dynamic= opens sizes; leave dynamic= out, or "
                 "give compile=True"
             )
+        yield from _batch_dim_problems(self.batch_dim)
         yield from _dynamic_problems(self.dynamic)
         yield from self._tuning_problems()
 
@@ -197,6 +198,18 @@ class PlanOptions:
 
 def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _batch_dim_problems(batch_dim: object) -> Iterator[str]:
+    dims = batch_dim.values() if isinstance(batch_dim, dict) else [batch_dim]
+    names = batch_dim if isinstance(batch_dim, dict) else ()
+    if any(dim is not None and type(dim) is not int for dim in dims) or not all(
+        isinstance(name, str) for name in names
+    ):
+        yield (
+            "batch_dim must be the number of a dimension, such as 0 or -1, or a dict from names of inputs to such "
+            f"numbers or None, got {batch_dim!r}"
+        )
 
 
 def _dynamic_problems(dynamic: object) -> Iterator[str]:

@@ -206,3 +206,9 @@ def test_every_call_takes_an_amount_of_memory_as_text_and_an_optimizer_as_it_is(
 
 def test_options_do_not_keep_the_optimizer_and_its_parameters() -> None:
     assert PlanOptions(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)).optimizer == "sgd"
+
+
+@pytest.mark.parametrize("wrong", ["x", [0], 1.5, True, {"input": "0"}, {"input": 1.5}, {"input": False}, {0: 0}])
+def test_a_batch_dimension_is_a_number_or_numbers_by_name(wrong: Any) -> None:
+    with pytest.raises(InputError, match=f"^batch_dim must be .*, got {re.escape(repr(wrong))}$"):
+        autopar.parallelize(nn.Linear(8, 8), ["cpu"], batch_dim=wrong)

@@ -57,6 +57,7 @@ class Batching:
     batch_dims: dict[str, int | None] = field(repr=False)  # node name -> batch dimension
     storages: dict[str, frozenset[int]] = field(repr=False)  # node name -> storages its tensors live in
     least_rows: int = 1  # smallest possible number of samples in a micro-batch
+    fixed: str = ""  # why no other number of samples runs; "" if one does, or if none was tried
     unproven: str = ""  # why the proof was open, so that a comparison on a few samples decided; "" if proven
     shapes: dict[str, TensorShape] = field(repr=False, default_factory=dict)  # node name -> shape by number of samples
 
@@ -104,12 +105,17 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False) -> Batch
     if size < 2 * least:
         return _whole_only(program, leaves, flat, norms, f"{norms[0]} has one value per channel in a sample")
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
-        return replace(_without_values(program, leaves, flat, norms, proof, obstacle), least_rows=least)
+        try:
+            return replace(_without_values(program, leaves, flat, norms, proof, obstacle), least_rows=least)
+        except Exception as error:  # as below
+            fixed = _works_only_for(size, error)
+            return replace(_whole_only(program, leaves, flat, norms, obstacle or fixed), fixed=fixed)
     # (samples in the smaller part, samples in both). If a part of one sample fails, one of two samples may succeed.
     attempts = [(n, min(size, 2 * n + 1)) for n in (1, 2) if least <= n <= size // 2]
     proven = [_proven(program, index, output, proof, verify) for index, output in enumerate(flat)]
     # Samples in reverse order are for comparisons: of two orders, a model that sorts them changes at least one.
     orders = (False,) if all(proven) and not program.uncaptured else (False, True)
+    failures = []
     for least_rows, rows in attempts:
         try:
             findings = [
@@ -120,16 +126,23 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False) -> Batch
                 cuts = {c for c in (1, size // 4, size // 2, size - 1) if least_rows <= c <= size - least_rows}
                 findings += [_look(program, flat, leaves, size, cut, proven) for cut in sorted(cuts)]
         except Exception as error:  # the model may raise anything at a batch size that it does not support
-            node = getattr(error, "autopar_node", None)
-            where = describe(node) if node is not None else "the model"
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            obstacle = obstacle or f"{where} works only for {size} samples ({reason})"
+            failures.append(_works_only_for(size, error))
+            obstacle = obstacle or failures[0]
             continue
         batching = _agreed(program, flat, findings, norms, least_rows)
         if batching.splittable and not obstacle:
             return replace(batching, unproven="" if proof.verdict == "proven" else proof.why)
         obstacle = obstacle or batching.obstacle
-    return _whole_only(program, leaves, flat, norms, obstacle)
+    fixed = failures[0] if failures and len(failures) == len(attempts) else ""
+    return replace(_whole_only(program, leaves, flat, norms, obstacle), fixed=fixed)
+
+
+def _works_only_for(size: int, error: Exception) -> str:
+    """What an error says that a run on fewer samples raised."""
+    node = getattr(error, "autopar_node", None)
+    where = describe(node) if node is not None else "the model"
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return f"{where} works only for {size} samples ({reason})"
 
 
 def study_again(program: Program, other: Batching) -> Batching | None:

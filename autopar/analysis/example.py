@@ -21,6 +21,7 @@ from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Answer, Asking, answered_as_now
+from autopar.capture.call_inputs import leaf_names
 from autopar.capture.module_state import torch_generators_restored
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, capture, common_device, flattened
@@ -120,7 +121,26 @@ def examine(
             model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead, strict=strict, device=device
         )
     program = replace(program, autocast=tuple(asked))
-    return program, study_call(model, program, args, kwargs, device_types, verify=verify)
+    batching = study_call(model, program, args, kwargs, device_types, verify=verify)
+    _check_chosen_dimensions(model, program, batching, args, kwargs)
+    return program, batching
+
+
+def _check_chosen_dimensions(
+    model: nn.Module, program: Program, batching: Batching, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise InputError where `batch_dim` names another dimension than the first, along which the model has one size.
+
+    Such a dimension counts no samples. On the first one, which is the default, it is a model for one batch size.
+    """
+    if batching.fixed and any(one.batch_dim for one in program.inputs):
+        names = leaf_names(model, args, dict(sorted(kwargs.items())))
+        pairs = zip(names, program.inputs, strict=True)
+        dims = ", ".join(f"dimension {one.batch_dim} of '{name}'" for name, one in pairs if one.batch_dim is not None)
+        raise InputError(
+            f"batch_dim says that {dims} counts samples, but the model runs with no other size there: "
+            f"{batching.fixed}; give the dimension that counts samples, or None in a dict for an input that has none"
+        )
 
 
 def _need_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -24,24 +24,30 @@ def find_batch(
     """The batch dimension of every leaf (None: shared) and the batch size (0: none).
 
     The batch is the size at `batch_dim` of the first tensor that has such a dimension; other tensors are batched
-    if they have the same size there. Raises InputError for a batch without samples unless it `may_be_empty`.
+    if they have the same size there. Raises InputError for a batch without samples unless it `may_be_empty`, and for a
+    dimension that the input does not have, or no input.
     """
     names = leaf_names(model, args, kwargs)
     chosen: list[int | None]
     if isinstance(batch_dim, dict):
-        unknown = set(batch_dim) - set(names)
+        unknown = [name for name in batch_dim if name not in names]
         if unknown:
-            raise InputError(f"batch_dim names {sorted(unknown)}, but the inputs are {sorted(set(names))}")
+            raise InputError(f"batch_dim names {unknown}, but the inputs are {sorted(set(names))}")
         chosen = [batch_dim.get(name) for name in names]
     else:
         chosen = [0 if batch_dim is None else batch_dim] * len(leaves)
+    if batch_dim and not isinstance(batch_dim, dict) and not any(map(_has_dimension, leaves, chosen)):
+        there = [f"'{name}' has {_dimensions(leaf)}" for name, leaf in zip(names, leaves, strict=True)]
+        raise InputError(f"batch_dim={batch_dim}, but no input has such a dimension: {', '.join(there) or 'no inputs'}")
     size: int | None = None
     dims: list[int | None] = []
     for leaf, name, dim in zip(leaves, names, chosen, strict=True):
-        fits = isinstance(leaf, torch.Tensor) and dim is not None and -leaf.dim() <= dim < leaf.dim()
-        if not fits:
+        if not _has_dimension(leaf, dim):
             if isinstance(batch_dim, dict) and dim is not None:
-                raise InputError(f"batch_dim gives input '{name}' dimension {dim}, but the input has no such dimension")
+                raise InputError(
+                    f"batch_dim gives input '{name}' dimension {dim}, but the input has no such dimension: it has "
+                    f"{_dimensions(leaf)}"
+                )
             dims.append(None)
             continue
         assert dim is not None
@@ -57,6 +63,17 @@ def find_batch(
         else:
             dims.append(None)
     return dims, size or 0
+
+
+def _has_dimension(leaf: Any, dim: int | None) -> bool:
+    return isinstance(leaf, torch.Tensor) and dim is not None and -leaf.dim() <= dim < leaf.dim()
+
+
+def _dimensions(leaf: Any) -> str:
+    """The dimensions that can be given, of a flat input."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return "no dimensions"
+    return f"dimensions {-leaf.dim()} to {leaf.dim() - 1}"
 
 
 def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

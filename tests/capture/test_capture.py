@@ -155,7 +155,9 @@ def test_the_batch_is_found_at_the_batch_dimension(batch_dim: Any, shapes: list[
     [
         (None, [(0, 3), (0,)], r"'a' has no samples: shape \(0, 3\)"),
         ({"z": 0}, [(4, 3), (4,)], r"\['z'\], but the inputs are \['a', 'b'\]"),
-        ({"a": 0, "b": 1}, [(4, 3), (4,)], "'b' dimension 1"),
+        ({"a": 0, "b": 1}, [(4, 3), (4,)], "'b' dimension 1, but .* it has dimensions -1 to 0$"),
+        ({"b": 0}, [(4, 3), ()], "'b' dimension 0, but .* it has no dimensions$"),
+        (5, [(4, 3), ()], "batch_dim=5, but .*: 'a' has dimensions -2 to 1, 'b' has no dimensions$"),
         ({"a": 0, "b": 0}, [(4, 3), (5,)], "'b' has 5 samples at dimension 0, others have 4"),
     ],
 )

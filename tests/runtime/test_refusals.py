@@ -223,6 +223,28 @@ def test_a_sequence_first_model_is_pointed_to_batch_dim_with_its_own_line(
         torch.testing.assert_close(split(x), model(x))
 
 
+@pytest.mark.parametrize("batch_dim", [1, -1, {"input": 1}])
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_dimension_along_which_the_model_has_one_size_is_no_batch(batch_dim: Any, place: str) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)).to(place), torch.randn(6, 8, device=place)
+    cluster = autopar.Cluster.preset("2xH100")
+    with pytest.raises(InputError, match=r"dimension 1 of 'input' counts samples, but .* in module '0' .* only for 8"):
+        autopar.plan(model, cluster, batch_dim=batch_dim, example_args=(x,))
+    assert autopar.plan(model, cluster, batch_dim=-2, example_args=(x,)).batch_size == 6
+
+
+def test_a_model_for_one_batch_size_takes_it_as_a_whole() -> None:
+    class Fixed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.view(6, 8))
+
+    for place in ("cpu", "meta"):
+        model, x = Fixed(8, 4).to(place), torch.randn(6, 8, device=place)
+        plan = autopar.plan(model, autopar.Cluster.preset("2xH100"), batch_dim=0, example_args=(x,))
+        assert plan.n_microbatches == 1
+        assert any("works only for 6 samples" in note or "takes batches of 6" in note for note in plan.notes)
+
+
 # -- derivatives -------------------------------------------------------------------------------------------------------
 
 

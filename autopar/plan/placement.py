@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 from autopar.plan.placeholders import devices_in_order, devices_of_type, goes_round, is_ordinal
 from autopar.plan.validation import INTERLEAVED
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def placed_on(plan: Plan, offered: Sequence[str], kinds: Sequence[str] | None) -> Plan:
     """See `Plan.on`."""
+    if isinstance(offered, str) or not isinstance(offered, Sequence) or not all(isinstance(n, str) for n in offered):
+        raise InputError(f"devices must be a list of their names, such as ['cuda:0', 'cuda:1'], got {offered!r}")
     made_for = dict(zip(plan.devices, plan.device_kinds, strict=False))
     names, lacking = devices_of_type(plan.used_devices, plan.devices, made_for, offered, kinds)
     if lacking:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from autopar.capture.program import Program
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 from autopar.errors.names import few, similar, with_checked_names
 from autopar.hints.module_paths import ancestors, nearest
 from autopar.plan import serialization
@@ -109,12 +109,16 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         """Why this plan was chosen: its bottleneck, its rivals, what each limit costs and what would help.
 
         `path`: of a module, or the key of an operator (`encoder.layer.3/linear#0`): why the operators there are split
-        as they are, what else they could do and what that would cost. Raises PlanError for a path that the plan does
-        not contain.
+        as they are, what else they could do and what that would cost. Raises InputError for what is no text, and
+        PlanError for a path that the plan does not contain.
 
         A plan that was chosen in this process is explained by further searches, a loaded plan by its own numbers.
         """
-        return explained(self) if path is None else inside_explained(self, path)
+        if path is None:
+            return explained(self)
+        if not isinstance(path, str):
+            raise InputError(f"path must be the path of a module or the key of an operator, got {path!r}")
+        return inside_explained(self, path)
 
     @with_checked_names
     def on(self, offered: Sequence[str], kinds: Sequence[str] | None = None) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -312,3 +313,19 @@ def test_a_split_that_contradicts_the_operators_is_refused() -> None:
     Plan(stages, n_microbatches=1, split=(("0", 0), ("1", 1)))
     with pytest.raises(PlanError, match=r"stage 1 lists operator 1\.inner/linear#0, but the split puts '1' on stage 0"):
         Plan(stages, n_microbatches=1, split=(("0", 1), ("1", 0)))
+
+
+@pytest.mark.parametrize("path", [3, True, ["0"], ("0",), b"0"])
+def test_what_is_no_path_is_not_looked_up(path: Any) -> None:
+    plan = Plan.from_split({"0": 0}, n_microbatches=1)
+    with pytest.raises(InputError, match=rf"^path must be the path of a module .*, got {re.escape(repr(path))}$"):
+        plan.explain(path)
+
+
+@pytest.mark.parametrize("offered", [3, "cpu", [3], None])
+def test_devices_that_a_plan_is_put_on_are_names(offered: Any) -> None:
+    plan = Plan.from_split({"0": 0}, n_microbatches=1)
+    with pytest.raises(
+        InputError, match=rf"^devices must be a list of their names, .*, got {re.escape(repr(offered))}$"
+    ):
+        plan.on(offered)

@@ -289,6 +289,8 @@ def test_names_of_systems_may_be_in_small_letters_and_bad_ones_are_refused_with_
     )
     with pytest.raises(InputError, match="there is no system 'pipelining:1f1'; did you mean 'pipelining:"):
         check_systems(["plain", "pipelining:1f1"])
+    with pytest.raises(InputError, match=r"systems must be a list of names, such as \['DDP'\], got 3"):
+        check_systems(3)  # type: ignore[arg-type]
 
 
 class _SaysThreads(nn.Linear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -68,6 +68,8 @@ def check_systems(names: Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(names, str):
         raise InputError(f"systems must be a list of names, got the text {names!r}; give [{names!r}]")
+    if not isinstance(names, Iterable):
+        raise InputError(f"systems must be a list of names, such as ['DDP'], got {names!r}")
     known = {name.lower(): name for name in SYSTEMS}
     found = []
     for given in names:

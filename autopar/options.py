@@ -147,6 +147,11 @@ class PlanOptions:
         return optimizer_name(self.optimizer)
 
     @property
+    def launches(self) -> str:
+        """How kernels are launched where nothing is measured: as `launch` says, or else as `compile` does."""
+        return self.launch or _launch_of(self.compile)
+
+    @property
     def that_run(self) -> list[str]:
         """Options in use that run plans, and so need the devices."""
         used = {"tune": self.tune not in (0, "auto"), "candidates": bool(self.candidates), "calibrate": self.calibrate}
@@ -175,16 +180,29 @@ class PlanOptions:
             else:
                 if name == "optimizer" and self.optimizer_step == "fused" and read(value) not in ("none", *FUSED):
                     yield f"optimizer_step='fused', but torch fuses only {', '.join(FUSED)}, not {read(value)}"
-        if not isinstance(self.compile, (bool, str)):
-            yield f"compile must be True, False, 'graphs' or the name of a backend, got {self.compile!r}"
+        yield from self._compile_problems()
+        yield from _batch_dim_problems(self.batch_dim)
+        yield from _dynamic_problems(self.dynamic)
+        yield from self._tuning_problems()
+
+    def _compile_problems(self) -> Iterator[str]:
+        if not isinstance(self.compile, bool) and self.compile != "graphs":
+            named = torch.compiler.list_backends(exclude_tags=None) if isinstance(self.compile, str) else ()
+            if self.compile not in named:  # for debugging are many of them: those are taken, and not listed
+                backends = ", ".join(torch.compiler.list_backends())
+                yield f"compile must be True, False, 'graphs' or a backend of torch ({backends}), got {self.compile!r}"
+                return
         if self.compile == "graphs" and self.dynamic not in (None, False):
             yield (
                 "compile='graphs' records kernels for fixed sizes, and dynamic= opens sizes; leave dynamic= out, or "
                 "give compile=True"
             )
-        yield from _batch_dim_problems(self.batch_dim)
-        yield from _dynamic_problems(self.dynamic)
-        yield from self._tuning_problems()
+        meant = _launch_of(self.compile)
+        if self.compile and self.launch in MODES and self.launch != meant:
+            yield (
+                f"compile={self.compile!r} says launch={meant!r}, but launch={self.launch!r} is given; leave one of "
+                "them out"
+            )
 
     def _tuning_problems(self) -> Iterator[str]:
         if self.tune != "auto" and not _whole(self.tune, least=0):
@@ -194,6 +212,13 @@ class PlanOptions:
         for name, plan in (self.candidates or {}).items():
             if not isinstance(plan, Plan):
                 yield f"candidates[{name!r}] must be a Plan, got {type(plan).__name__}"
+
+
+def _launch_of(compile: bool | str) -> str:
+    """How kernels are launched by what `compile` says: through inductor, as CUDA graphs, or by another backend."""
+    named = "inductor" if compile is True else compile
+    graphs = {"cudagraphs": "cuda-graphs", "graphs": "cuda-graphs"}
+    return {"inductor": "compiled", **graphs}.get(str(named), "eager")
 
 
 def _whole(value: object, least: int) -> bool:

@@ -208,6 +208,39 @@ def test_options_do_not_keep_the_optimizer_and_its_parameters() -> None:
     assert PlanOptions(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)).optimizer == "sgd"
 
 
+@pytest.mark.parametrize("wrong", ["x", "inducter", "", 1])
+def test_a_backend_that_torch_lacks_is_refused_with_those_that_it_has(wrong: Any) -> None:
+    for devices in (["cpu"], Cluster.preset("2xH100")):
+        with pytest.raises(InputError, match=rf"backend of torch \(.*inductor.*\), got {wrong!r}$"):
+            autopar.plan(nn.Linear(8, 8), devices, compile=wrong, **CALL)
+    assert PlanOptions(compile="aot_eager").compile == "aot_eager"  # one for debugging, which torch does not list
+
+
+@pytest.mark.parametrize(
+    ("compile", "launch", "meant"),
+    [(True, "cuda-graphs", "compiled"), ("inductor", "eager", "compiled"), ("graphs", "compiled", "cuda-graphs")],
+)
+def test_launches_and_compiled_stages_that_contradict_each_other_are_refused(
+    compile: Any, launch: str, meant: str
+) -> None:
+    said = f"^compile={compile!r} says launch='{meant}', but launch='{launch}' is given; leave one of them out$"
+    with pytest.raises(InputError, match=said):
+        PlanOptions(compile=compile, launch=launch)
+    assert PlanOptions(compile=compile, launch=meant).launches == PlanOptions(compile=compile).launches == meant
+    assert PlanOptions(launch=launch).launches == launch
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "said"),
+    [({"input": [9]}, "dimension 9 of input 'input', which has 2 dimensions"), ({"x": 0}, "names input 'x', but")],
+)
+def test_sizes_that_a_call_lacks_are_refused_wherever_it_is_planned(dynamic: Any, said: str) -> None:
+    one = Plan.from_split({"": 0}, n_microbatches=1)
+    for devices, plan in ((["cpu"], None), (["cpu"], one), (Cluster.preset("2xH100"), None)):
+        with pytest.raises(InputError, match=said):
+            autopar.plan(nn.Linear(8, 8), devices, dynamic=dynamic, plan=plan, tune="auto", **CALL)
+
+
 @pytest.mark.parametrize("wrong", ["x", [0], 1.5, True, {"input": "0"}, {"input": 1.5}, {"input": False}, {0: 0}])
 def test_a_batch_dimension_is_a_number_or_numbers_by_name(wrong: Any) -> None:
     with pytest.raises(InputError, match=f"^batch_dim must be .*, got {re.escape(repr(wrong))}$"):

@@ -28,5 +28,5 @@ def cluster_pricer(example: Example, cluster: Cluster, options: PlanOptions) -> 
         lambda plan: priced_on_cluster(plan, example, cluster, options),
         lambda plan, zero, m: at_zero_ahead(plan, zero, example, cluster, options, m),
         lambda plan, factor: priced_on_cluster(plan, example, with_networks(cluster, factor), options),
-        lambda plan, launch: priced_ahead(plan, example, cluster, replace(options, launch=launch)),
+        lambda plan, launch: priced_ahead(plan, example, cluster, replace(options, launch=launch, compile=False)),
     )

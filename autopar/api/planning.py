@@ -9,6 +9,7 @@ from torch import nn
 
 from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
 from autopar.api.cluster_plans import cluster_pricer, priced_on_cluster
+from autopar.capture.program import flattened
 from autopar.errors import InputError
 from autopar.errors.names import with_checked_names
 from autopar.options import PlanKeywords, PlanOptions
@@ -31,6 +32,7 @@ from autopar.runtime.building import as_wanted, deciding, pipelined, pricing
 from autopar.runtime.ranks.module import check_options
 from autopar.runtime.ranks.planning import plan_together
 from autopar.runtime.ranks.world import together
+from autopar.runtime.signatures.dynamic import open_sizes
 from cost_models import Cluster
 
 
@@ -91,6 +93,7 @@ def plan(
     chosen = PlanOptions(**options)
     plan = None if plan is None else as_wanted(plan, chosen)
     args, kwargs = need_example("planning", example_args, example_kwargs)
+    open_sizes(chosen.dynamic, model, args, kwargs, flattened(args, kwargs)[0])  # refuses sizes that the call lacks
     if isinstance(devices, Cluster) and not devices.at_hand:
         if chosen.that_run:
             raise InputError(f"{', '.join(chosen.that_run)}: {devices.title} is not at hand, so no plan can run on it")

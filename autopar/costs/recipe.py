@@ -76,11 +76,3 @@ class Recipe:
 
 USUAL = Recipe()
 """What torch and the runtime do by themselves: eager, all in the dtypes of the model, sends behind computing."""
-
-
-def default_launch(compile: bool | str) -> str:
-    """How kernels are launched if the option `compile` alone says so: through inductor, as CUDA graphs, or by another
-    backend of torch."""
-    named = "inductor" if compile is True else compile
-    graphs = {"cudagraphs": "cuda-graphs", "graphs": "cuda-graphs"}
-    return {"inductor": "compiled", **graphs}.get(str(named), "eager")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import cast
 
 from autopar.analysis.example import Example
-from autopar.costs.recipe import Recipe, default_launch
+from autopar.costs.recipe import Recipe
 from autopar.errors import InputError
 from autopar.hints.module_hints import read_hints
 from autopar.options import PlanOptions
@@ -81,9 +81,8 @@ def recipe_of(example: Example, options: PlanOptions) -> Recipe:
 
     Raises InputError for a precision that the model does not have.
     """
-    launch = options.launch or default_launch(options.compile)
     overlap = OVERLAP_AT_HAND if options.overlap is None else overlap_named(options.overlap)
-    recipe = Recipe(launch, options.precision, options.optimizer_step, overlap)
+    recipe = Recipe(options.launches, options.precision, options.optimizer_step, overlap)
     recipe.check(example.model.parameters())
     return recipe
 

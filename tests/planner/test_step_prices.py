@@ -192,8 +192,11 @@ def test_large_operators_hide_their_launches() -> None:
 def test_compile_says_how_kernels_are_launched() -> None:
     default, compiled = (autopar.plan(deep(), ONE, **call(), **ALONE, compile=how) for how in (False, True))
     assert step_time(compiled) == step_time(autopar.plan(deep(), ONE, **call(), **ALONE, launch="compiled"))
-    assert step_time(default) == step_time(autopar.plan(deep(), ONE, **call(), **ALONE, compile=True, launch="eager"))
+    assert step_time(default) == step_time(autopar.plan(deep(), ONE, **call(), **ALONE, launch="eager"))
     assert step_time(compiled) != step_time(default)
+    eager = autopar.plan(deep(), ONE, **call(), **ALONE, compile="aot_eager")
+    assert step_time(eager) == step_time(default)
+    assert "launch='compiled'" in str(eager.explain())
 
 
 @pytest.mark.slow

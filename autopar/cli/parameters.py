@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from autopar import Cluster, InputError
+from autopar import Cluster
 from autopar.options import COMMAND_LINE_TYPES, HELP, PlanOptions
 
 Factory = Annotated[
@@ -80,8 +80,5 @@ def devices_or_cluster(devices: str | None, cluster: str | None, nodes: int) -> 
         return Cluster.preset(cluster, nodes)
     if not Path(cluster).is_file():
         raise typer.BadParameter(f"there is no file {cluster!r}", param_hint="--cluster")
-    try:
-        loaded = Cluster.from_toml(cluster)
-    except OSError as error:
-        raise InputError(f"--cluster {cluster}: it cannot be read: {error.strerror}") from error
+    loaded = Cluster.from_toml(cluster)
     return dataclasses.replace(loaded, nodes=nodes) if nodes > 1 else loaded

@@ -137,8 +137,7 @@ class Cluster:
             ...
 
         Raises:
-            DeviceError: everything that is wrong with the file.
-            OSError: it cannot be read.
+            DeviceError: everything that is wrong with the file, or why it cannot be read.
         """
         read = read_cluster_file(path)
         return cls(read.node, read.nodes, read.intra_node, read.inter_node)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -49,18 +50,19 @@ def read_cluster_file(path: str | Path) -> ClusterFile:
     """The contents of a cluster file.
 
     Raises:
-        DeviceError: the message lists all problems of the file.
-        OSError: the file cannot be read.
+        DeviceError: the file cannot be read, or the message lists all its problems.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise DeviceError(f"path must be the name of a toml file, got {path!r}")
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DeviceError(f"{path}: it cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DeviceError(f"{path} is no toml file: {error}") from error
-    own_devices, wrong_devices = read_devices(values.get("devices", {}))
-    own_networks, wrong_networks = read_networks(values.get("networks", {}))
-    problems = _top_level_problems(values)
-    problems += [f"devices.{problem}" for problem in wrong_devices]
-    problems += [f"networks.{problem}" for problem in wrong_networks]
+    own_devices, wrong_devices = read_devices(values.get("devices", {}), "devices")
+    own_networks, wrong_networks = read_networks(values.get("networks", {}), "networks")
+    problems = [*_top_level_problems(values), *wrong_devices, *wrong_networks]
     if problems:
         raise DeviceError(f"{path}: " + "; ".join(problems))
     try:

@@ -72,6 +72,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cost_models.errors import DeviceError
 from cost_models.hardware.networks import Network
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
@@ -144,12 +145,12 @@ def collective_seconds(collective: Collective, nbytes: float, group: Group, conc
     `concurrent`: number of groups in the same nodes that run the same collective at once; they divide shared adapters.
 
     Raises:
-        ValueError: an unknown collective, negative bytes, or `concurrent` below one.
+        DeviceError: an unknown collective, negative bytes, or `concurrent` below one.
     """
     if collective not in COLLECTIVES:
-        raise ValueError(f"unknown collective {collective!r}; known are {', '.join(COLLECTIVES)}")
+        raise DeviceError(f"unknown collective {collective!r}; known are {', '.join(COLLECTIVES)}")
     if not nbytes >= 0 or concurrent < 1:
-        raise ValueError(f"needs bytes >= 0 and concurrent >= 1, got {nbytes} and {concurrent}")
+        raise DeviceError(f"needs bytes >= 0 and concurrent >= 1, got {nbytes} and {concurrent}")
     if group.size == 1:
         return 0.0
     latency = duration = ramp = start = 0.0

@@ -170,9 +170,10 @@ def known_devices() -> dict[str, DeviceSpec]:
     return read_data("devices.toml", _RULES, DeviceSpec)
 
 
-def read_devices(tables: Any) -> tuple[dict[str, DeviceSpec], list[str]]:
-    """The device kinds that valid toml tables define, by name, and the problems of the other tables."""
-    return read_tables(tables, _RULES, DeviceSpec)
+def read_devices(tables: Any, where: str) -> tuple[dict[str, DeviceSpec], list[str]]:
+    """The device kinds that valid toml tables define, by name, and the problems of the other tables. `where`: as for
+    `read_tables`."""
+    return read_tables(tables, _RULES, DeviceSpec, where)
 
 
 def data_sheet_of(kind: str) -> DeviceSpec | None:

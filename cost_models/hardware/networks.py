@@ -120,6 +120,7 @@ def known_networks() -> dict[str, Network]:
     return read_data("networks.toml", _RULES, Network)
 
 
-def read_networks(tables: Any) -> tuple[dict[str, Network], list[str]]:
-    """The networks that valid toml tables define, by name, and the problems of the other tables."""
-    return read_tables(tables, _RULES, Network)
+def read_networks(tables: Any, where: str) -> tuple[dict[str, Network], list[str]]:
+    """The networks that valid toml tables define, by name, and the problems of the other tables. `where`: as for
+    `read_tables`."""
+    return read_tables(tables, _RULES, Network, where)

@@ -60,14 +60,16 @@ def problems(rules: Mapping[str, Rule], cls: type[Any], values: Mapping[str, Any
     return missing + unknown + wrong
 
 
-def read_tables(tables: Any, rules: Mapping[str, Rule], cls: type[Any]) -> tuple[dict[str, Any], list[str]]:
-    """The valid tables as `cls` instances by name, and the problems of the others."""
+def read_tables(tables: Any, rules: Mapping[str, Rule], cls: type[Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The valid tables as `cls` instances by name, and the problems of the others. `where`: what their file calls the
+    table of them all; "" for a file that has nothing else."""
     if not maps_names(tables, lambda v: isinstance(v, Mapping)):
-        return {}, [f"must be a table of tables by name, got {tables!r}"]
+        return {}, [f"{where or 'this'} must be a table of tables by name, got {tables!r}"]
+    inside = f"{where}." if where else ""
     valid, wrong = {}, []
     for name, table in tables.items():
         if found := problems(rules, cls, table):
-            wrong += [f"{name}: {problem}" for problem in found]
+            wrong += [f"{inside}{name}: {problem}" for problem in found]
         else:
             valid[name] = cls(name=name, **table)
     return valid, wrong
@@ -76,7 +78,7 @@ def read_tables(tables: Any, rules: Mapping[str, Rule], cls: type[Any]) -> tuple
 def read_data(file: str, rules: Mapping[str, Rule], cls: type[Any]) -> dict[str, Any]:
     """The tables of `cost_models/data/<file>` as `cls` instances by name."""
     tables = tomllib.loads(files("cost_models").joinpath("data", file).read_text())
-    values, wrong = read_tables(tables, rules, cls)
+    values, wrong = read_tables(tables, rules, cls, "")
     raise_problems(file, wrong)
     return values
 

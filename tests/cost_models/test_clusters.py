@@ -126,6 +126,35 @@ def test_a_file_that_is_no_cluster_is_an_error(tmp_path: Path, text: str) -> Non
         Cluster.from_toml(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("devices = 3", "devices must be a table of tables by name, got 3"),
+        ("networks = [1]", "networks must be a table of tables by name, got [1]"),
+        ("[devices]\nmine = 3", "devices must be a table of tables by name, got {'mine': 3}"),
+    ],
+)
+def test_tables_that_are_none_are_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(f"node = '2xH100'\n{text}")
+    with pytest.raises(DeviceError, match=f"^{re.escape(f'{path}: {said}')}$"):
+        Cluster.from_toml(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(DeviceError, match=f"^{re.escape(str(path))}: it cannot be read: "):
+            Cluster.from_toml(path)
+    with pytest.raises(DeviceError, match=r"^path must be the name of a toml file, got 3$"):
+        Cluster.from_toml(3)  # type: ignore[arg-type]
+
+
+def test_an_unknown_collective_is_refused_with_the_known_ones() -> None:
+    cluster = Cluster.preset("2xH100")
+    with pytest.raises(DeviceError, match="unknown collective 'all_reduced'; known are all_reduce, "):
+        cluster.seconds("all_reduced", 1e6, cluster.devices)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", known_devices())
 def test_every_figure_of_a_known_device_has_a_source_that_ends_with_its_date(name: str) -> None:
     spec = known_devices()[name]

@@ -242,6 +242,7 @@ def test_splits_by_hand_and_other_systems_are_compared() -> None:
     [
         (("--system", "pipe"), "there is no system 'pipe'"),
         (("--split", "half=0"), "is not NAME=MODULE:STAGE"),
+        (("--split", "half=layers.0:0,layers.1:0:1"), "MODULE:STAGE,...: 'layers.1:0:1' is no MODULE:STAGE"),
         (("--by-hand", "dp=dta=2"), "there is no degree 'dta'; did you mean 'data'?"),
         (("--configuration", "megatron"), "is not TOOL=FILE"),
         (("--schedule", "1f2b"), "1f1b"),

@@ -47,14 +47,16 @@ def named_plan(entry: str) -> tuple[str, Plan]:
 def named_split(entry: str) -> tuple[str, dict[str, int]]:
     """The name and the stages of `NAME=h.0:0,h.6:1`."""
     name, equals, text = entry.partition("=")
-    parts = [part.strip().rpartition(":") for part in text.split(",")]
-    if not (name and equals) or not all(colon and stage.isdecimal() for _, colon, stage in parts):
-        raise typer.BadParameter(f"{entry!r} is not NAME=MODULE:STAGE,...", param_hint="--split")
-    modules = [module for module, _, _ in parts]
+    parts = [part.strip().split(":") for part in text.split(",")]
+    wrong = next((part for part in parts if len(part) != 2 or not part[1].isdecimal()), None)
+    if not (name and equals) or wrong is not None:
+        of = f": {':'.join(wrong)!r} is no MODULE:STAGE" if equals and wrong is not None else ""
+        raise typer.BadParameter(f"{entry!r} is not NAME=MODULE:STAGE,...{of}", param_hint="--split")
+    modules = [module for module, _ in parts]
     twice = next((module for module in modules if modules.count(module) > 1), None)
     if twice is not None:
         raise typer.BadParameter(f"{entry!r} gives {twice!r} twice", param_hint="--split")
-    return name, {module: int(stage) for module, _, stage in parts}
+    return name, {module: int(stage) for module, stage in parts}
 
 
 def named_degrees(entries: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:

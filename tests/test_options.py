@@ -208,6 +208,11 @@ def test_options_do_not_keep_the_optimizer_and_its_parameters() -> None:
     assert PlanOptions(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)).optimizer == "sgd"
 
 
+def test_an_amount_of_memory_that_no_number_holds_is_not_said_to_be_below_0() -> None:
+    with pytest.raises(InputError, match=r"give an amount that a device may have, .* got '1e400GB'$"):
+        PlanOptions(memory_limit="1e400GB")
+
+
 @pytest.mark.parametrize("wrong", ["x", "inducter", "", 1])
 def test_a_backend_that_torch_lacks_is_refused_with_those_that_it_has(wrong: Any) -> None:
     for devices in (["cpu"], Cluster.preset("2xH100")):

@@ -22,8 +22,12 @@ def parse_bytes(amount: object) -> float:
         if match is None or match[3] not in _UNITS:
             raise ValueError(f'give a number of bytes or a text such as "8GB", "8GiB" or "500MB", got {amount!r}')
         nbytes = float(match[1] + (match[2] or "")) * _UNITS[match[3]]
-        if not 0 < nbytes < math.inf:
+        if not nbytes > 0:
             raise ValueError(f"give an amount of memory above 0, got {amount!r}")
+        if nbytes == math.inf:
+            raise ValueError(
+                f'give an amount that a device may have, such as "8GB", or none for no limit, got {amount!r}'
+            )
         return nbytes
     if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount > 0:
         raise ValueError(f'give a positive number of bytes or a text such as "8GB", got {amount!r}')

@@ -111,7 +111,7 @@ def changed(
 ) -> Plan:
     """The plan with these decisions; the same object if all of them are its own. Raises PlanError."""
     changes: dict[str, Any] = {}
-    if n_microbatches is not None and n_microbatches != plan.n_microbatches:
+    if n_microbatches is not None and (type(n_microbatches) is not int or n_microbatches != plan.n_microbatches):
         changes["n_microbatches"] = n_microbatches
     if schedule is not None and schedule != plan.schedule:
         changes["schedule"] = schedule

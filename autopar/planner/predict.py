@@ -17,6 +17,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.python_overhead import NOT_MEASURED
 from autopar.costs.shared_hardware import SHARED_GPU, shared_gpu_notes
+from autopar.errors import PlanError
 from autopar.plan.assignment import unknown_operators
 from autopar.plan.plan import DROPPED, Plan, with_notes
 from autopar.plan.recompute import Recompute
@@ -29,6 +30,7 @@ from autopar.planner.inter_op.optimizer_seconds import optimizer_rates, stepped,
 from autopar.planner.predicted_step import ONE_WORKER, PredictedStep, step_of_plan
 from autopar.planner.priced_step import predicted_step, traffic_of
 from autopar.planner.rehearsed_memory import BY_FORMULA, Peaks, rehearsed
+from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.timeline import Timeline
 
 
@@ -109,10 +111,17 @@ def predict_plan(plan: Plan, example: Example, costs: CostGraph, conditions: Con
 
 def completed(plan: Plan, example: Example, costs: CostGraph) -> Plan:
     """`plan` on the devices of `costs`, with all operators of the example's call, and a note about operators that the
-    call does not run. Raises PlanError."""
+    call does not run. Raises PlanError, also for more micro-batches than the batch makes."""
     plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
+    batch, least = costs.batch_size, example.batching.least_rows
     if example.batching.obstacle:
         plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
+    elif plan.n_microbatches > (most := len(split_sizes(batch, plan.n_microbatches, least))):
+        needs = f", and the model needs at least {least} in a micro-batch" if least > 1 else ""
+        raise PlanError(
+            f"the plan has {plan.n_microbatches} micro-batches, but the batch has {batch} samples{needs}; give "
+            f"n_microbatches={most} or fewer"
+        )
     if example.program.training == plan.training:
         plan = with_notes(plan, unknown_operators([stage.operators for stage in plan.stages], example.program))
         shardings = [stage.sharding for stage in plan.stages]

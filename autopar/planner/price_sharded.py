@@ -9,6 +9,7 @@ So a plan has one price, whether the search found it, a file holds it, or somebo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -46,9 +47,13 @@ def predict_sharded(
     """
     plan = completed(plan, example, costs)
     if costs.batch_size % plan.n_microbatches:
+        # A mesh can cut the samples of a micro-batch over all its devices, as it did those of other micro-batches.
+        cut = math.lcm(*(math.prod(stage.sharding.mesh) for stage in plan.stages if stage.sharding is not None))
+        fewer = [n for n in range(plan.n_microbatches, 0, -1) if costs.batch_size % n == 0]
+        right = next((n for n in fewer if costs.batch_size // n % cut == 0), fewer[-1])
         raise PlanError(
             f"{plan.n_microbatches} micro-batches do not divide the batch of {costs.batch_size} samples evenly, which "
-            "sharded stages need"
+            f"sharded stages need; n_microbatches={right} would be right"
         )
     pricing = _Pricing(plan, costs, mesh_program)
     configurations, names = [], []

@@ -372,6 +372,20 @@ def test_zero_keeps_the_number_of_micro_batches_that_is_given_beside_it(n_microb
         assert found.predicted_step_time == pytest.approx(expected.predicted_step_time, rel=1e-9)
 
 
+@pytest.mark.parametrize("wrong", [True, 1.0, "1"])
+def test_a_number_of_micro_batches_is_whole_even_where_it_is_the_same(wrong: Any) -> None:
+    with pytest.raises(PlanError, match=f"n_microbatches must be a whole number, got {wrong!r}"):
+        Plan.from_split({"0": 0}, n_microbatches=1).with_(n_microbatches=wrong)
+
+
+def test_micro_batches_that_sharded_stages_are_told_to_have_are_right() -> None:
+    model, example = call()
+    plan = Plan.by_hand(model, CLUSTER, data=4, **example)
+    with pytest.raises(PlanError, match=r"5 micro-batches do not divide .*; n_microbatches=2 would be right$"):
+        plan.with_(n_microbatches=5)
+    assert plan.with_(n_microbatches=2).n_microbatches == 2
+
+
 def test_replicas_that_cannot_share_out_a_micro_batch_are_refused() -> None:
     with pytest.raises(PlanError, match=r"stage 0 has 2 replicas, and 8 samples are no 8 micro-batches of a multiple"):
         replicated(8, 2, 1).with_(zero=1)

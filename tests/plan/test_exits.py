@@ -346,7 +346,7 @@ def test_what_degrees_do_not_say_is_named() -> None:
     assert "layers.0 to stage 0" in lost["layers"]
     assert "overlap=all" in lost["overlap"]
     devices = [one.why for one in moved.to_megatron_args().not_expressed if one.name == "devices"]
-    assert any("'cuda:99' are not used" in why for why in devices)
+    assert any("'cuda:99' is not used: start 8 processes without it" in why for why in devices)
     assert any("not 'cuda:4', 'cuda:5'" in why for why in devices)
 
 

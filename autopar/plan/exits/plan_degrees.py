@@ -70,7 +70,9 @@ def beyond_degrees(plan: Plan, degrees: Degrees) -> Iterator[NotExpressed]:
     in_order = list(plan.used_devices)
     unused = [name for name in plan.devices if name not in set(in_order)]
     if unused:
-        yield NotExpressed("devices", f"{few(unused)} are not used: start {len(in_order)} processes without them")
+        are, them = ("is", "it") if len(unused) == 1 else ("are", "them")
+        processes = f"{len(in_order)} process{'es' if len(in_order) > 1 else ''}"
+        yield NotExpressed("devices", f"{few(unused)} {are} not used: start {processes} without {them}")
     if in_order != [name for name in plan.devices if name not in set(unused)] or _tensor_is_not_last(plan):
         yield NotExpressed("devices", f"ranks 0, 1, ... are not {few(in_order)} in this order: the tool numbers ranks")
     modes = [NAMES[stage.mode] for stage in plan.stages]

@@ -3,7 +3,6 @@ they are."""
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -16,9 +15,28 @@ TRACE = "a trace is JSON, compressed where the name ends in .gz", (".json", ".js
 SNAPSHOT = "a snapshot of memory is a pickle", (".pickle", ".pkl")
 
 
+def file_name(path: object) -> Path:
+    """The path. Raises InputError for what is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InputError(f"path must be the name of a file, got {path!r}")
+    return Path(path)
+
+
+def file_to_write(path: str | Path, kind: tuple[str, tuple[str, ...]] | None = None) -> Path:
+    """The path. Raises InputError for what is none, for a directory, for one in a directory that there is not, and for
+    a name whose ending says that the file is something else than `kind`."""
+    path = file_name(path) if kind is None else check_ending(path, kind)
+    if path.is_dir():
+        raise InputError(f"{path}: this is a directory; give the name of a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: there is no directory {path.parent}")
+    return path
+
+
 def check_ending(path: str | Path, kind: tuple[str, tuple[str, ...]]) -> Path:
-    """The path. Raises InputError for a name whose ending says that the file is something else than `kind`."""
-    path, (what, endings) = Path(path), kind
+    """The path. Raises InputError for what is none, and for a name whose ending says that the file is something else
+    than `kind`."""
+    path, (what, endings) = file_name(path), kind
     if path.suffix and not path.name.lower().endswith(endings):
         *others, last = endings
         raise InputError(f"{path}: {what}; give a name that ends in {', '.join(others)} or {last}")
@@ -31,8 +49,6 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")  # a pipe or a device such as /dev/stdout cannot be replaced
         return
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
     # In the same folder, since a file can only be renamed within its file system.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", text=True)
     try:

@@ -30,7 +30,7 @@ from autopar.plan.display import (
     shown,
 )
 from autopar.plan.exits.plan_exits import PlanExits
-from autopar.plan.files import write_whole
+from autopar.plan.files import file_name, file_to_write, write_whole
 from autopar.plan.fingerprint import differences
 from autopar.plan.made_by_hand import PlanByHand
 from autopar.plan.placement import placed_on
@@ -135,6 +135,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         The message names some of the differences. Lazy modules must have run before.
         """
         problems = differences(self.model, model) if self.model is not None else []
+        made_for_another = bool(problems)
         modules = dict(model.named_modules(remove_duplicate=False))
         listed = {key.rpartition("/")[0] for stage in self.stages for key in stage.operators}
         named = [*(path for path, _ in self.split), *sorted(listed)]
@@ -152,7 +153,8 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         above = {ancestor for path in known for ancestor in ancestors(path)}
         with_parameters = [path for path, module in modules.items() if list(module.parameters(recurse=False))]
         bare = [path for path in with_parameters if path not in above and nearest(path, known) is None]
-        if known and bare:
+        # A split may leave modules out, so they say nothing where nothing else says that the model is another one.
+        if known and bare and (listed or made_for_another):
             problems.append(f"the plan says nothing about its modules {few(bare)}")
         raise PlanError(f"the plan was made for another model than this {type(model).__name__}: {'; '.join(problems)}")
 
@@ -243,7 +245,12 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote, perhaps edited since. Raises PlanError that lists everything wrong with it."""
+        """The plan that `to_json` wrote, perhaps edited since.
+
+        Raises PlanError that lists everything wrong with it, and InputError for what is no text.
+        """
+        if not isinstance(text, str):
+            raise InputError(f"text must be the JSON of a plan, got {text!r}")
         try:
             found = serialization.read(text, cls)
         except ValueError as error:
@@ -264,8 +271,11 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         return loaded.without_predictions("this plan was edited after autopar wrote it")
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file. An interrupted save leaves an existing file as it was."""
-        write_whole(Path(path), self.to_json() + "\n")
+        """Write the plan to a file. An interrupted save leaves an existing file as it was.
+
+        Raises InputError for a directory, and for a file in one that there is not; OSError.
+        """
+        write_whole(file_to_write(path), self.to_json() + "\n")
 
     @classmethod
     @with_checked_names
@@ -276,10 +286,10 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
             model, devices, call: price what the file says now, as `autopar.plan(model, devices, plan=..., **call)`.
 
         Raises:
-            PlanError: with the file's name, if it cannot be read or holds no valid plan.
+            PlanError: with the file's name, if it cannot be read or holds no valid plan. InputError: no name of a file.
         """
         try:
-            plan = cls.from_json(Path(path).read_text(encoding="utf-8"))
+            plan = cls.from_json(file_name(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(f"{path}: it cannot be read: {error.strerror or error}") from error
         except (UnicodeDecodeError, PlanError) as error:

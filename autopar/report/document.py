@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autopar.errors.names import with_checked_names
 from autopar.plan.display import traced
-from autopar.plan.files import PAGE, TRACE, check_ending, write_whole
+from autopar.plan.files import PAGE, TRACE, file_to_write, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -257,11 +257,11 @@ class Report:
     def save(self, path: str | Path) -> Path:
         """Write one self-contained HTML file; returns its path.
 
-        Raises InputError for a name with another ending than .html or .htm, and OSError.
+        Raises InputError for a name with another ending than .html or .htm, or where no file can be, and OSError.
         """
         from autopar.report.html.page import page
 
-        path = check_ending(path, PAGE)
+        path = file_to_write(path, PAGE)
         write_whole(path, page(self))
         return path
 
@@ -273,9 +273,9 @@ class Report:
         `rank`: the events of one rank, as Holistic Trace Analysis reads them: measured ones if there are some.
 
         Raises InputError for a report without a step (of a comparison or a profile of costs), a rank that there is
-        not, and a name with another ending than .json or .gz; OSError.
+        not, and a name with another ending than .json or .gz, or where no file can be; OSError.
         """
-        traced(self, check_ending(path, TRACE), rank)
+        traced(self, file_to_write(path, TRACE), rank)
 
     def _repr_html_(self) -> str:
         from autopar.report.html.page import fragment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopar.errors.names import with_checked_names
 from autopar.plan.display import shown, traced
-from autopar.plan.files import TRACE, check_ending
+from autopar.plan.files import TRACE, file_to_write
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ class StepProfile:
     def trace(self, path: str | Path, rank: int | None = None) -> None:
         """Write the step as a Chrome trace, as `Plan.trace` does for a predicted one; ranks are devices by their stage.
 
-        Raises InputError for a rank that there is not, and a name that ends in neither .json nor .gz; OSError.
+        Raises InputError for a rank that there is not, and a name that ends in neither .json nor .gz, or where no file
+        can be; OSError.
         """
-        traced(self, check_ending(path, TRACE), rank)
+        traced(self, file_to_write(path, TRACE), rank)
 
     def to_json(self) -> str:
         """All fields and the error; times in seconds."""

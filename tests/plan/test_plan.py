@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,6 +240,22 @@ def test_tied_and_lazy_parameters_and_none_at_all_have_fingerprints() -> None:
         replace(by_stage(1), model=fingerprint(nn.ReLU())).check_model(mlp())
 
 
+def test_a_split_of_a_module_that_is_not_there_blames_no_other() -> None:
+    """A split may leave modules out: those that it does not name are no fault."""
+    plan = Plan.from_split({"left.0": 0, "right.7": 1}, n_microbatches=2)
+    with pytest.raises(PlanError, match=r"no modules 'right.7' \(did you mean 'right\.\d'( or '[\w.]+')*\?\)$"):
+        plan.check_model(TwoTowers())
+
+
+def test_more_micro_batches_than_samples_are_refused_where_a_plan_is_priced() -> None:
+    plan, x = Plan.from_split({"0": 0, "2": 1}, n_microbatches=5), torch.randn(4, 16)
+    for devices in (autopar.Cluster.preset("2xH100"), ["cpu", "cpu"]):
+        with pytest.raises(PlanError, match="5 micro-batches, but the batch has 4 samples; give n_microbatches=4"):
+            autopar.plan(mlp(), devices, plan=plan, example_args=(x,))
+    with pytest.raises(PlanError, match="5 micro-batches, but the batch has 4 samples"):
+        autopar.compare(mlp(), autopar.Cluster.preset("2xH100"), {"split": plan}, example_args=(x,))
+
+
 @pytest.mark.parametrize("how", ["searched", "split"])
 def test_a_plan_of_another_model_is_refused(how: str) -> None:
     model, x = mlp(), torch.randn(4, 16)
@@ -329,3 +346,28 @@ def test_devices_that_a_plan_is_put_on_are_names(offered: Any) -> None:
         InputError, match=rf"^devices must be a list of their names, .*, got {re.escape(repr(offered))}$"
     ):
         plan.on(offered)
+
+
+@pytest.mark.parametrize("path", [3, None, b"plan.json"])
+def test_what_is_no_name_of_a_file_is_refused(path: Any) -> None:
+    plan = Plan.from_split({"0": 0}, n_microbatches=1)
+    calls = [Plan.load, plan.save, plan.trace, plan.memory_snapshot, plan.report().save]
+    for call in calls:
+        with pytest.raises(InputError, match=rf"^path must be the name of a file, got {re.escape(repr(path))}$"):
+            call(path)
+    with pytest.raises(InputError, match=rf"^text must be the JSON of a plan, got {re.escape(repr(path))}$"):
+        Plan.from_json(path)
+
+
+def test_files_are_written_where_a_file_can_be(tmp_path: Path) -> None:
+    plan = Plan.from_split({"0": 0}, n_microbatches=1)
+    kinds = {".json": [plan.save, plan.trace], ".pickle": [plan.memory_snapshot], ".html": [plan.report().save]}
+    for ending, calls in kinds.items():
+        for call in calls:
+            path = tmp_path / "none" / f"file{ending}"
+            with pytest.raises(InputError, match=f"^{re.escape(str(path))}: there is no directory .*none$"):
+                call(path)
+            folder = tmp_path / f"folder{ending}"
+            folder.mkdir(exist_ok=True)
+            with pytest.raises(InputError, match=f"^{re.escape(str(folder))}: this is a directory; give the name"):
+                call(folder)

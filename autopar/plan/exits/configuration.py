@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from autopar.errors import PlanError
 from autopar.plan.display import shown
-from autopar.plan.files import write_whole
+from autopar.plan.files import file_to_write, write_whole
 
 
 class NotExpressed(NamedTuple):
@@ -34,8 +34,9 @@ class ToolConfiguration:
     companions: Mapping[str, str] = field(default_factory=dict)  # file name -> text, named in `settings`
 
     def save(self, path: str | Path) -> None:
-        """Write the text to a file, and the companions to the same folder. Raises OSError."""
-        path = Path(path)
+        """Write the text to a file, and the companions to the same folder. Raises InputError for a path where no file
+        can be, and OSError."""
+        path = file_to_write(path)
         for name, text in self.companions.items():
             write_whole(path.with_name(name), text)
         write_whole(path, self.text)

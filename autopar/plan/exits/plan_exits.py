@@ -12,7 +12,7 @@ from autopar.plan.display import snapshotted, traced
 from autopar.plan.exits import accelerate, deepspeed, megatron, schedule_csv, torchtitan
 from autopar.plan.exits.configuration import ToolConfiguration
 from autopar.plan.exits.tools import degrees_for
-from autopar.plan.files import SNAPSHOT, TRACE, check_ending
+from autopar.plan.files import SNAPSHOT, TRACE, file_to_write
 from cost_models import Cluster
 
 if TYPE_CHECKING:
@@ -56,10 +56,11 @@ class PlanExits:
             rank: only the events of the slot that this rank drives, as Holistic Trace Analysis reads one file a rank.
 
         Raises:
-            InputError: the plan has no predictions, the rank drives no slot, or the name ends in neither .json nor .gz.
+            InputError: the plan has no predictions, the rank drives no slot, the name ends in neither .json nor .gz, or
+            no file can be there.
             OSError: the file cannot be written.
         """
-        traced(self, check_ending(path, TRACE), rank)
+        traced(self, file_to_write(path, TRACE), rank)
 
     @with_checked_names
     def memory_snapshot(self, path: str | Path) -> None:
@@ -71,10 +72,10 @@ class PlanExits:
         micro-batches as a mesh, the first one is shown.
 
         Raises:
-            InputError: the plan has no predictions, or the name ends in neither .pickle nor .pkl. OSError: the file
-            cannot be written.
+            InputError: the plan has no predictions, the name ends in neither .pickle nor .pkl, or no file can be there.
+            OSError: the file cannot be written.
         """
-        snapshotted(self, check_ending(path, SNAPSHOT))
+        snapshotted(self, file_to_write(path, SNAPSHOT))
 
     @classmethod
     @with_checked_names

@@ -20,6 +20,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +49,7 @@ from autopar.capture.module_state import torch_generators_restored
 from autopar.capture.program import Program, capture
 from autopar.capture.thread_state import neutral_state
 from autopar.errors import CaptureError, InputError, first_line
+from cost_models.kernels.beside_meta import BesideMeta
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +182,8 @@ class _LossStudy:
 
     def run(self) -> LossSplit:
         # A gradient scaler may keep how it was set up, which any call does alike: ranks without a loss use it, too.
-        with restored(self._module.loss_fn, but=torch.amp.GradScaler):
+        # Not so one that was set up without values.
+        with restored(self._module.loss_fn, but=() if self._without_values else torch.amp.GradScaler):
             return self._studied()
 
     def _studied(self) -> LossSplit:
@@ -198,7 +201,7 @@ class _LossStudy:
                 restored(self._module.loss_fn) as changed_number,
             ):
                 warnings.simplefilter("ignore")
-                loss = capture(self._module, (), leaves, batch_dim=batch_dims, strict=True, device=self._place())
+                loss = capture(self._module, (), leaves, batch_dim=batch_dims, strict=True, device=self._home())
                 changed = changed_number()
         except (CaptureError, InputError) as error:
             log.debug("loss_fn cannot be captured: %s", error)
@@ -241,12 +244,22 @@ class _LossStudy:
     def _call_once(self, leaves: Mapping[str, Any]) -> None:
         """Call the loss on tensors with values: an object that sets itself up at its first call, such as a gradient
         scaler, would else keep tensors of the tracer."""
-        with torch_generators_restored(), neutral_state(self._device_types()):
+        beside = BesideMeta() if self._without_values else nullcontext()
+        with torch_generators_restored(), neutral_state(self._device_types()), beside:
             self._module(**leaves)
 
     def _place(self) -> torch.device | None:
         """Where the loss runs: with the outputs, wherever the targets and the function's own tensors are."""
         return next((leaf.device for leaf in self._outputs if leaf.device is not None), None)
+
+    @property
+    def _without_values(self) -> bool:
+        place = self._place()
+        return place is not None and place.type == "meta"
+
+    def _home(self) -> torch.device | None:
+        """Where the tracer takes all tensors to be: not on the meta device, where those are not that the loss makes."""
+        return torch.device("cpu") if self._without_values else self._place()
 
     def _device_types(self) -> set[str]:
         return {leaf.device.type for leaf in self._outputs if leaf.device is not None} - {"meta"}

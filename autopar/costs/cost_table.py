@@ -10,11 +10,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from autopar.analysis.loss import title_of
+from autopar.analysis.loss_objects import restored
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.costs.recipe import Recipe
+from autopar.errors import InputError, first_line
 from cost_models import Cluster, Device, Link
 from cost_models.graphs import Loss, device_of
+from cost_models.kernels.beside_meta import BesideMeta
 from cost_models.memory.graph_bytes import GraphBytes
 
 Progress = Callable[[str, float], None]  # (what is being done: its first word names the phase, fraction done or NaN)
@@ -198,6 +202,10 @@ class CostSource(Protocol):
         """Seconds per byte of adding one gradient to another in place."""
 
 
+class LossNeedsValues(InputError):
+    """A loss function fails on tensors without values."""
+
+
 @dataclass(frozen=True)
 class Calls:
     """Example calls of a program at any number of samples."""
@@ -217,7 +225,11 @@ class Calls:
         ]
 
     def loss(self, rows: int) -> Loss | None:
-        """The loss of the first `rows` samples as a function of the flat outputs."""
+        """The loss of the first `rows` samples as a function of the flat outputs.
+
+        On outputs without values it raises LossNeedsValues where the user's code fails, and leaves no trace in the
+        objects that this refers to.
+        """
         program, loss_fn = self.program, self.loss_fn
         if loss_fn is None:
             return None
@@ -227,14 +239,31 @@ class Calls:
             [leaf if dim is None else leaf.narrow(dim, 0, rows) for leaf, dim in pairs], spec
         )
 
+        beside = BesideMeta()  # of all micro-batches: gradients of what the loss trains add up
+
         def loss(outputs: tuple[Any, ...]) -> torch.Tensor:
             output = torch_private.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec)
             device = device_of(outputs)
-            return loss_fn(
-                output, torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)
-            )
+            target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)
+            if device.type == "meta":
+                return _without_values(loss_fn, beside, output, target)
+            return loss_fn(output, target)
 
         return loss
+
+
+def _without_values(
+    loss_fn: Callable[[Any, Any], torch.Tensor], beside: BesideMeta, output: Any, target: Any
+) -> torch.Tensor:
+    """The loss of tensors on the meta device, wherever the tensors are that `loss_fn` holds itself."""
+    try:
+        with restored(loss_fn), beside:
+            return loss_fn(output, target)
+    except InputError:
+        raise  # of a model's own loss
+    except Exception as error:
+        why = f"{title_of(loss_fn)} cannot be called on tensors without values"
+        raise LossNeedsValues(f"{why}: {first_line(error)}") from error
 
 
 def _interpolate(rows: tuple[int, ...], values: np.ndarray, at: float) -> np.ndarray:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.batching import Batching
-from autopar.analysis.example import Example
+from autopar.analysis.example import LEFT_OUT, Example
 from autopar.analysis.node_values import observe
 from autopar.analysis.operators import compute_nodes, on_device, requires_grad_nodes
 from autopar.capture import torch_private
@@ -22,11 +22,11 @@ from autopar.capture.repeated_layers.fold import fold
 from autopar.capture.uncaptured import uncaptured
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import SILENT, Calls, CostTable, HostTimes, Progress, Seconds
+from autopar.costs.cost_table import SILENT, Calls, CostTable, HostTimes, LossNeedsValues, Progress, Seconds
 from autopar.costs.fusion import Fusion
 from autopar.costs.recipe import USUAL, Recipe
 from autopar.costs.step_rehearsal import StepRehearsal
-from autopar.errors import InputError
+from autopar.errors import InputError, first_line, warn
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
 from cost_models.graphs import get_attribute, on_meta, private_copy, tensors_in
@@ -52,6 +52,7 @@ class KnownEstimates(NamedTuple):
 
     seconds: dict[tuple[int, tuple[DeviceSpec, ...]], Mapping[str, _Estimate]]  # by samples and kinds of devices
     nbytes: dict[tuple[int, str], GraphBytes]  # by samples and type of the devices
+    notes: dict[str, None]  # see `Estimated.notes`
 
 
 class Estimated:
@@ -79,7 +80,7 @@ class Estimated:
         known: KnownEstimates | None = None,
     ) -> None:
         self.cluster, self.recipe = cluster, recipe
-        self._known = known or KnownEstimates({}, {})
+        self._known = known or KnownEstimates({}, {}, {})
         self._apart = apart
         self.cores = None
         types = {spec.name: spec.device_type for spec in cluster.node}
@@ -165,7 +166,7 @@ class Estimated:
         return Fusion(self._module, self._folded, self._graded) if self.recipe.fuses else None
 
     def notes(self) -> tuple[str, ...]:
-        return ()
+        return tuple(self._known.notes)
 
     @cached_property
     def _graded(self) -> set[str]:
@@ -268,7 +269,7 @@ class Estimated:
         return [x.clone() if isinstance(x, torch.Tensor) else x for x in self._calls.inputs(rows)]
 
     def _loss(self, rows: int) -> OperatorWork:
-        """The kernels of the loss, which runs outside the model."""
+        """The kernels of the loss, which runs outside the model; none, with a note, where it needs values."""
         loss = self._calls.loss(rows)
         if loss is None:
             return OperatorWork((), ())
@@ -276,7 +277,14 @@ class Estimated:
             outputs = private_copy(self._folded.module, META)(*self._inputs(rows))
         for tensor in tensors_in(outputs):
             tensor.requires_grad_(self._training and tensor.is_floating_point())
-        return count_call(lambda *flat: loss(flat), outputs)[1]
+        try:
+            return count_call(lambda *flat: loss(flat), outputs)[1]
+        except LossNeedsValues as error:
+            why = str(error)
+        except RuntimeError as error:  # in its backward
+            why = f"its backward needs values: {first_line(error)}"
+        self._known.notes[f"{LEFT_OUT}, because {why}"] = None
+        return OperatorWork((), ())
 
 
 @dataclass(frozen=True)
@@ -339,5 +347,7 @@ def estimate_costs(
         costs = cost_graph.build(
             example.program, example.batching, source, training=example.training, progress=progress
         )
+        for note in costs.notes:
+            warn(note)
         types = {spec.name: spec.device_type for spec in cluster.node}
         return replace(costs, rehearsal=StepRehearsal.of(example, types))

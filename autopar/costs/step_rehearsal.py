@@ -25,7 +25,7 @@ from autopar.analysis.loss_tensors import gradients_aside, trained_tensors
 from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
-from autopar.costs.cost_table import Calls
+from autopar.costs.cost_table import Calls, LossNeedsValues
 from autopar.errors import first_line
 from autopar.lower.device_values import GROUP, KEPT
 from autopar.lower.rerun_groups import rerunning
@@ -239,6 +239,8 @@ class StepRehearsal:
             try:
                 with torch.device("cpu"), gradients_aside(self._beside):
                     self._known[key] = self._rehearsed(stage, whole, several, split, gpu)
+            except LossNeedsValues as error:
+                raise NotRehearsed(str(error)) from error
             except RuntimeError as error:  # torch's for what has no result without values; NotImplementedError is one
                 raise NotRehearsed(f"an operator of stage {index} needs values: {first_line(error)}") from error
         self._outputs[id(stage), rows, kind] = self._known[key].outputs

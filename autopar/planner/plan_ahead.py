@@ -72,7 +72,7 @@ def priced_ahead(
         costs = estimate_costs(example, cluster, recipe, progress=progress)
         priced = predict_plan(plan, example, costs, search.conditions)
     kept = [note for note in priced.notes if not note.startswith((OTHER, LEFT_OUT))]
-    notes = (*kept, *example.left_out, *other_assumptions(plan, assumed))
+    notes = (*kept, *example.left_out, *costs.notes, *other_assumptions(plan, assumed))
     return replace(
         priced,
         notes=notes,

@@ -63,7 +63,7 @@ class SharedWork:
         self._example, self._options = example, options
         self.recipe: Recipe = recipe_of(example, options)
         self._costs: dict[tuple[tuple[DeviceSpec, ...], int], CostGraph] = {}
-        self._estimates = KnownEstimates({}, {})
+        self._estimates = KnownEstimates({}, {}, {})
         self._flops: dict[int, ByPeak] = {}
         self._facts: dict[int, GraphFacts] = {}
         self._works = LocalWorks()

@@ -158,6 +158,39 @@ def test_a_target_for_another_batch_is_refused() -> None:
         pm.train_step(torch.randn(6, 6), target=torch.randn(8, CLASSES), loss_fn=F.mse_loss)
 
 
+@pytest.mark.filterwarnings("error::autopar.AutoparWarning")
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
+def test_a_loss_is_split_in_a_batch_of_another_size_than_the_captured_one(case: Case) -> None:
+    model = classifier()
+    original = copy.deepcopy(model)
+    pm = pipelined(model, SCHEDULES[len(case.name) % 3])
+    pm(inputs_of(case, 7)).sum().backward()
+    x, target = inputs_of(case, 8), case.target(8)
+    expected = plain_step(original, loss_of(case, original), target, x)
+    model.zero_grad()
+    loss = pm.train_step(x, target=target if target is not None else x, loss_fn=loss_of(case, model))
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+def test_a_target_dim_is_that_of_the_call_and_not_of_the_captured_batch() -> None:
+    pm = pipelined(classifier())
+    pm(torch.randn(7, 6))
+    target = torch.randn(8, CLASSES)
+    pm.train_step(torch.randn(8, 6), target=target, loss_fn=F.mse_loss, target_dim=[0])
+    with pytest.raises(InputError, match=r"target_dim\[0\] is 0, but that target is \(7, .*the batch is 6"):
+        pm.train_step(torch.randn(6, 6), target=target[:7], loss_fn=F.l1_loss, target_dim=[0])
+
+
+def test_a_plan_made_anew_for_a_loss_is_for_the_batch_of_its_call() -> None:
+    pm = autopar.parallelize(classifier(), ["cpu", "cpu"], cache=False, tune=0)
+    with torch.no_grad():
+        pm(torch.randn(7, 6))
+    pm.train_step(torch.randn(8, 6), target=torch.randn(8, CLASSES), loss_fn=F.mse_loss)
+    assert pm.plan is not None
+    assert pm.plan.batch_size == 8
+
+
 def test_a_plan_made_for_a_loss_on_the_whole_batch_has_no_loss_in_its_last_stage() -> None:
     model = classifier()
     case = next(case for case in WHOLE if case.name == "dice")

@@ -130,7 +130,8 @@ class Signatures:
             check_own_loss(signature.program)
         if signature.loss_splits is None:
             signature.loss_splits = LossSplits(signature.program, signature.batching)
-        return signature.loss_splits.of(call.loss, call.target, call.target_dim, default_target_dims(batch_dim))
+        dims = default_target_dims(batch_dim)
+        return signature.loss_splits.of(call.loss, call.target, bound.batch_size, call.target_dim, dims)
 
     def _plan_for(self, bound: BoundCall, call: CallArguments) -> Plan:
         """The plan in force; a new one if there is none, or none that fits the call."""
@@ -157,7 +158,8 @@ class Signatures:
         return plan.listing(signature.program, signature.batching.storages)
 
     def _decided(self, bound: BoundCall, call: CallArguments) -> Plan:
-        signature, program = bound.signature, bound.signature.program
+        signature = bound.signature
+        program = replace(signature.program, batch_size=bound.batch_size)  # the capture may be of other samples
         training = has_backward(self._model, program, call.loss)
         key = bucket(self.settings.dynamic, self._model, call.args, call.kwargs, bound.leaves)
         decision = self._decisions.get(key)

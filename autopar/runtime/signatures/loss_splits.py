@@ -10,6 +10,7 @@ import functools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,12 +40,21 @@ class LossSplits:
         self._known: OrderedDict[Any, tuple[LossSplit, Any]] = OrderedDict()
 
     def of(
-        self, loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        target: Any,
+        batch_size: int,
+        target_dim: TargetDim,
+        default_dims: Sequence[int],
     ) -> LossSplit:
-        """How `loss_fn(output, target)` splits. Raises InputError for a `target_dim` that does not fit `target`."""
+        """How `loss_fn(output, target)` splits in a call of `batch_size` samples, which the capture may have others of.
+
+        Raises InputError for a `target_dim` that does not fit `target`.
+        """
         key = self._found(loss_fn, target, target_dim, default_dims)
         if key not in self._known:
-            split = study_loss(loss_fn, self._program, self._batching, target, target_dim, default_dims=default_dims)
+            program = replace(self._program, batch_size=batch_size)
+            split = study_loss(loss_fn, program, self._batching, target, target_dim, default_dims=default_dims)
             if split.counts_calls:
                 key = _key(loss_fn, target, target_dim, default_dims)
             self._known[key] = (split, (loss_fn, _held(loss_fn)))

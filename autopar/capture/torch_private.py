@@ -26,6 +26,7 @@ from torch._subclasses.meta_utils import MetaConverter
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -392,6 +393,15 @@ def part_like(local: torch.Tensor, like: DTensor) -> DTensor:
 def part_of(tensor: DTensor) -> torch.Tensor:
     """This rank's part, without history; it shares the memory. The public `to_local` is a node of autograd."""
     return tensor._local_tensor.detach()
+
+
+def memory_of(tensor: DTensor) -> tuple[StorageWeakRef, StorageWeakRef]:
+    """What a DTensor shows as its memory (it has no bytes), and the memory of the part with its values.
+
+    `tensor.data = values` changes the first alone, and torch then goes on with the part as it was: the values are lost
+    without a word. `Module.to` changes both or none.
+    """
+    return StorageWeakRef(tensor.untyped_storage()), StorageWeakRef(tensor._local_tensor.untyped_storage())
 
 
 def inside_ddp() -> bool:

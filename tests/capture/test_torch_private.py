@@ -497,6 +497,32 @@ def test_mesh_of_host_has_the_same_ranks_and_makes_no_process_groups() -> None:
         dist.destroy_process_group()
 
 
+def test_memory_of_dtensors_shows_values_that_torch_loses() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Module()
+        mesh = DeviceMesh("cpu", torch.tensor([0]))
+        model.weight = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+        shown, part = torch_private.memory_of(model.weight)
+        model.weight.data.mul_(2.0)
+        model.float().to("cpu")
+        assert torch_private.memory_of(model.weight) == (shown, part)
+        before = model.weight.data
+        model.weight.data = model.weight.data * 3.0
+        assert bool((model.weight.to_local() == 2.0).all())  # otherwise torch has learnt it, and nobody needs this
+        found = torch_private.memory_of(model.weight)
+        assert found[0] != shown
+        assert found[1] == part
+        model.weight.data = before
+        assert torch_private.memory_of(model.weight) == (shown, part)
+        model.double()
+        found = torch_private.memory_of(model.weight)
+        assert found[0] != shown
+        assert found[1] != part
+    finally:
+        dist.destroy_process_group()
+
+
 def test_parts_of_dtensors_are_those_of_the_public_calls() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -125,6 +125,14 @@ def changes_refused() -> dict[str, str]:
     found["parameter"] = after(weight)
     found["on one rank"] = after(lambda pm: weight(pm) if rank == 1 else None)
     found["module"] = after(lambda pm: setattr(pm.unwrap(), "b", nn.Linear(12, 12)), training=True)
+
+    def data(pm: Any) -> None:
+        for p in pm.parameters():
+            p.data = p.data * 0.5
+
+    found["data"] = after(data, training=True)
+    found["data on one rank"] = after(lambda pm: data(pm) if rank == 1 else None)
+    found["state of data"] = message_of(lambda: (data(pm := scaled()[1]), pm.state_dict()))
     found["dtype"] = after(lambda pm: pm.double())
     found["shape"] = after(lambda pm: setattr(pm.unwrap(), "scale", torch.ones(12)))
     found["removed"] = after(lambda pm: setattr(pm.unwrap(), "scale", None))
@@ -138,6 +146,16 @@ def goes_on_after_a_refusal() -> float:
     message = message_of(lambda: step(pm, x))
     assert "'a.weight'" in message or "'b.weight'" in message, message
     pm.float()
+    before = [p.data for p in pm.parameters()]
+    for p in pm.parameters():
+        p.data = p.data * 0.5
+    message = message_of(lambda: pm(x))
+    assert "assigned to the .data" in message, message
+    for p, values in zip(pm.parameters(), before, strict=True):
+        p.data = values
+    for model in (pm, original):
+        for p in model.parameters():
+            p.data.mul_(0.5)
     return both_step(pm, original, x)
 
 

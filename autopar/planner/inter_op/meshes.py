@@ -45,8 +45,8 @@ from cost_models.graphs import get_attribute, on_meta, private_copy, storage_key
 
 log = logging.getLogger(__name__)
 
-# Of every shape and micro-batch size. More find plans up to 10 % faster where memory is scarce; on eight devices a search
-# of 243 cuts takes a third longer with them.
+# Of every shape and micro-batch size. More find plans up to 10 % faster where memory is scarce; on eight devices a
+# search of 243 cuts takes a third longer with them.
 _SOLUTIONS, _MORE_SOLUTIONS = 4, 8
 _FEW = 8  # devices up to which there are more solutions; or nodes, or devices of one node: meshes of any number of them
 

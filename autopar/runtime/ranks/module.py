@@ -130,6 +130,18 @@ class RankedModule(PipelinedModule):
         """Call `do` on every rank as soon as the parameters are placed."""
         self._on_rank.after_placing.append(do)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RankedModule:
+        """As `to()` and `double()` call it. Before and after it, values that are assigned to `.data` can be noticed;
+        of one change that follows the other, they could not."""
+        self._on_rank.parameters.check_data()
+        super()._apply(fn, recurse)
+        self._on_rank.parameters.check_data()
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._on_rank.parameters.check_data()
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.placed:
             raise InputError(

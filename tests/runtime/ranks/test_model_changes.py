@@ -60,10 +60,14 @@ def test_buffers_that_are_assigned_anew_count(ranks: RankPool) -> None:
 
 @slow
 def test_changes_of_a_placed_model_are_refused_by_name_on_all_ranks(ranks: RankPool) -> None:
+    lost = r"InputError: values were assigned to the \.data of parameter"
     wanted = {
         "parameter": "InputError: parameter 'b.weight' was assigned anew after the plan had placed it on ranks: write",
         "on one rank": "InputError: parameter 'b.weight' was assigned anew .*; seen on rank 1$",
         "module": "InputError: module 'b' was assigned after the plan had placed the model on ranks",
+        "data": rf"{lost} '[ab]\.weight' after the plan had placed it on ranks, and torch loses them",
+        "data on one rank": rf"{lost} 'b\.weight' .*; seen on rank 1$",
+        "state of data": rf"{lost} '[ab]\.weight'",
         "dtype": "InputError: parameter '.*' is torch.float64 and was torch.float32 when the plan placed it",
         "shape": r"InputError: buffer 'scale' is \(12,\) torch.float32 and was \(\) torch.float32",
         "removed": "InputError: buffer 'scale' was removed",

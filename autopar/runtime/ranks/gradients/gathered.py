@@ -6,7 +6,7 @@
 ```
 An optimizer's step says which parameters it has changed. Of the others, a rank compares what it stores with what it
 gathered, for which a host waits for its GPU. That finds all changes, whatever made them: a checkpoint, a user's
-`p.copy_()` or `p.data = ...`. The ranks of a row then agree: if one has a change, all gather.
+`p.copy_()` or `p.data.copy_()`. The ranks of a row then agree: if one has a change, all gather.
 """
 
 from __future__ import annotations

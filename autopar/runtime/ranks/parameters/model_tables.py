@@ -7,7 +7,8 @@
    0.running     this rank's buffer         the same buffer
 ```
 A buffer that is assigned anew counts from then on, as in one process: on all ranks, also on those whose table lost the
-name. A parameter that is assigned anew would be whole, on every rank, and in no process group: it is refused.
+name. A parameter that is assigned anew would be whole, on every rank, and in no process group: it is refused. So are
+values assigned to a parameter's `.data`, because torch does not give them to a DTensor.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopar.capture import torch_private
 from autopar.errors import InputError
 
 _COPY = (
     "write the values into the placed one (with torch.no_grad(): p.copy_(torch.distributed.tensor.distribute_tensor("
-    "values, p.device_mesh, p.placements))), or assign it before the first call"
+    "values, p.device_mesh, p.placements))), or assign {} before the first call"
 )
 
 
@@ -41,6 +45,7 @@ class _Entry:
     after: torch.Tensor | None  # None: this rank does not have it
     dtype: torch.dtype  # in which it was placed
     built: torch.Tensor  # `before` at first: others know it by its id, which must not become that of another tensor
+    memory: tuple[StorageWeakRef, StorageWeakRef] | None  # of a DTensor whose values are in it (torch_private.py)
 
     @property
     def is_parameter(self) -> bool:
@@ -63,7 +68,9 @@ class ModelTables:
                 for name, before in table.items():
                     if before is not None:
                         full = f"{path}.{name}" if path else name
-                        entry = _Entry(module, table, name, full, before, new[id(before)], before.dtype, before)
+                        after = new[id(before)]
+                        memory = torch_private.memory_of(after) if isinstance(after, DTensor) else None
+                        entry = _Entry(module, table, name, full, before, after, before.dtype, before, memory)
                         self._entries.append(entry)
         _show((entry, entry.after) for entry in self._entries)
 
@@ -93,6 +100,8 @@ class ModelTables:
     def follow(self) -> str:
         """Take over the buffers that were assigned since the last call. Returns why the call must be refused; "" if it
         need not."""
+        if (problem := self.lost_data()) != "":
+            return problem
         for entry in self._entries:
             after = entry.after
             found: Any = entry.table.get(entry.name)
@@ -109,6 +118,21 @@ class ModelTables:
                 entry.after = found
             else:
                 entry.table.pop(entry.name, None)
+        return ""
+
+    def lost_data(self) -> str:
+        """Why values that were assigned to a parameter's `.data` must be refused; "" if there are none."""
+        for entry in self._entries:
+            if entry.memory is None or not isinstance(entry.after, DTensor):
+                continue
+            (shown, part), (had_shown, had_part) = torch_private.memory_of(entry.after), entry.memory
+            if part != had_part:
+                entry.memory = shown, part
+            elif shown != had_shown:
+                return (
+                    f"values were assigned to the .data of parameter '{entry.path}' after the plan had placed it on "
+                    f"ranks, and torch loses them, because it is a DTensor: {_COPY.format('them')}"
+                )
         return ""
 
     def check_known(self, model: nn.Module) -> None:
@@ -157,7 +181,7 @@ def _problem(entry: _Entry, found: Any) -> str:
     if not isinstance(found, torch.Tensor):
         return f"{what} was removed after the plan had placed it on ranks: change the model before its first call"
     if entry.is_parameter:
-        return f"{what} was assigned anew after the plan had placed it on ranks: {_COPY}"
+        return f"{what} was assigned anew after the plan had placed it on ranks: {_COPY.format('it')}"
     if isinstance(found, nn.Parameter) or (found.shape, found.dtype) != (entry.before.shape, entry.dtype):
         was, now = (f"{tuple(one.shape)} {one.dtype}" for one in (entry.before, found))
         return (

@@ -193,6 +193,11 @@ class RankParameters:
         if self._tables:
             self._tables.check_known(self._model)
 
+    def check_data(self) -> None:
+        """Raise InputError for values that were assigned to a parameter's `.data`: the parameter does not have them."""
+        if (problem := self._tables.lost_data()) != "":
+            raise InputError(problem)
+
     # -- use --------------------------------------------------------------------------------------------------------
 
     def of(self, tensor: torch.Tensor, piece: Piece) -> nn.Parameter:

@@ -8,10 +8,10 @@ module takes or returns pass through them:
               \\                                   /                             leave: forward hooks
                `---- args, kwargs, backward ------'                              both: full backward hooks
 ```
-When a stage runs, the operators run the hooks that the module has at that moment, with the micro-batch's tensors. In
-all other runs of the graph (to observe or measure it) they return their tensors unchanged. Hooks that torch and
-transformers register themselves belong to the model's computation (weight_norm, output capturing) and are traced like
-its code.
+The plan's stages keep both beside the module's own operators (`plan/assignment.py`). When a stage runs, the operators
+run the hooks that the module has at that moment, with the micro-batch's tensors. In all other runs of the graph (to
+observe or measure it) they return their tensors unchanged. Hooks that torch and transformers register themselves belong
+to the model's computation (weight_norm, output capturing) and are traced like its code.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ _thread = _Thread()
 def is_hook_point(node: fx.Node) -> bool:
     """Whether `node` runs the hooks of a module."""
     return node.op == "call_function" and getattr(node.target, "__module__", "") == __name__
+
+
+def is_entry(node: fx.Node) -> bool:
+    """Whether `node` runs the hooks of a module before the module does."""
+    return is_hook_point(node) and getattr(node.target, "__name__", "") == "enter_module"
 
 
 @contextmanager
@@ -139,6 +144,14 @@ class _Call:
     path: str
     inputs: _Values | None = None
     outputs: _Values | None = None
+
+
+class Link(BackwardHook):
+    """Lets the full backward hooks of one call have the gradients of what the module returned and of what it took."""
+
+    def __init__(self, call: _Call, hooks: Sequence[Callable[..., Any]], before: Sequence[Callable[..., Any]]) -> None:
+        super().__init__(call.module, hooks, before)
+        self.path = call.path
 
 
 @dataclass
@@ -267,7 +280,8 @@ def _entering(call: _Call) -> Callable[..., Any]:
     assert values is not None
 
     def enter_module(tensors: list[torch.Tensor], sizes: list[int]) -> list[Any]:
-        """The tensors that the module takes, after its hooks; the last item links its backward hooks."""
+        """The tensors that the module takes, after its hooks; the last item links its full backward hooks, and is None
+        without any, or without gradients."""
         module = call.module
         if not _thread.running:
             return [*tensors, None]
@@ -282,9 +296,9 @@ def _entering(call: _Call) -> Callable[..., Any]:
                 if changed is not None:
                     args = changed if isinstance(changed, tuple) else (changed,)
         hooks = [hook for _, hook in _user_hooks(module._backward_hooks)]
-        before = [hook for _, hook in _user_hooks(module._backward_pre_hooks)]
-        link = BackwardHook(module, hooks, before) if hooks or before else None
-        if link is not None:
+        link = None
+        if hooks and torch.is_grad_enabled():
+            link = Link(call, hooks, [hook for _, hook in _user_hooks(module._backward_pre_hooks)])
             args = link.setup_input_hook(args)
         return [*values.tensors_of((args, kwargs), call.path), link]
 
@@ -301,7 +315,7 @@ def _leaving(call: _Call) -> Callable[..., Any]:
         sizes: list[int],
         taken: list[torch.Tensor],
         taken_sizes: list[int],
-        link: BackwardHook | None,
+        link: Link | None,
     ) -> list[torch.Tensor]:
         """The tensors that the module returns, after its hooks."""
         module = call.module
@@ -314,6 +328,9 @@ def _leaving(call: _Call) -> Callable[..., Any]:
             changed = hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
             if changed is not None:
                 result = changed
+        before = [hook for _, hook in _user_hooks(module._backward_pre_hooks)]
+        if link is None and before:  # these need nothing from where the module begins
+            link = Link(call, [], before)
         if link is not None:
             result = link.setup_output_hook(result)
         return values.tensors_of(result, call.path)

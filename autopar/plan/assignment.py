@@ -8,7 +8,8 @@ A plan must keep three orders, which data flow alone does not show in full:
     write   an operator that overwrites memory runs on the stage of the earlier readers of that memory or later
 
 Operators that the plan leaves open are moved to later stages until all three hold. What takes an item out of a tuple
-computes nothing: where a plan lists it later than the tuple, it runs where the tuple is, and the item is sent.
+computes nothing: where a plan lists it later than the tuple, it runs where the tuple is, and the item is sent. Hooks
+follow their module: those before it run on the stage where the module begins, those after it where it ends.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from autopar.analysis.operators import (
     replicable_nodes,
     write_order,
 )
+from autopar.capture.module_hooks import is_entry, is_hook_point
 from autopar.capture.program import Program, describe
 from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError
@@ -144,15 +146,19 @@ def _settle(
 ) -> dict[fx.Node, _Move]:
     """Move operators to later stages until the three orders hold. Returns the first reason for every one moved.
 
-    `requested`: nodes whose stage the plan states.
+    `requested`: nodes whose stage the plan states. Whatever it states of the hooks of a module, those before the module
+    run where it begins, and those after it where it ends.
     """
     # Replicable nodes (positions, masks) are computed where they are needed: they hold no reader back.
     free = replicable_nodes(program)
     bound = [node for node in stage_of if node not in free]
     groups = [[n for n in stage_of if n in group and n not in free] for group in fused_groups(program, dict(storages))]
     writes = [pair for pair in write_order(program, dict(storages)) if not free.intersection(pair)]
+    hooks = {n for n in stage_of if is_hook_point(n) or (is_getitem(n) and is_hook_point(n.all_input_nodes[0]))}
     for node, stage in stage_of.items():
-        if is_getitem(node) and node.all_input_nodes[0] in requested:
+        if node in hooks:
+            stage_of[node] = 0
+        elif is_getitem(node) and node.all_input_nodes[0] in requested:
             stage_of[node] = min(stage, stage_of[node.all_input_nodes[0]])
     moved: dict[fx.Node, _Move] = {}
     settled = False
@@ -176,7 +182,14 @@ def _settle(
                 follow(node, last, "it shares a tuple of tensors, or memory that is overwritten, with")
         for reader, writer in writes:
             follow(writer, reader, "it overwrites what is read before by")
-    return {node: moved[node] for node in bound if node in moved}
+        if settled:
+            for node in filter(is_entry, reversed(stage_of)):
+                readers = [reader for item in node.users for reader in item.users if reader in stage_of]
+                first = min(
+                    (reader for reader in readers if reader not in free), key=stage_of.__getitem__, default=node
+                )
+                follow(node, first, "it runs with")
+    return {node: moved[node] for node in bound if node in moved and node not in hooks}
 
 
 def _refuse(moved: Mapping[fx.Node, _Move], wanted: Mapping[fx.Node, int], names: Mapping[fx.Node, str]) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 import autopar
 from autopar import InputError, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys
+from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program, capture
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.recompute import Recompute
@@ -104,6 +105,28 @@ def test_modules_that_a_split_does_not_name_follow_their_inputs_and_the_most_spe
         "/mul#0": 2,
         "/sum#0": 2,
     }
+
+
+@pytest.mark.parametrize("how", ["modules", "operators", "listed"])
+def test_hooks_of_a_module_are_in_the_stages_where_it_begins_and_ends(how: str) -> None:
+    """Whatever a plan lists: a plan that was made before the hooks lists none of them."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    plain = captured(model, input=torch.randn(4, 6))
+    for module in (model[0], model[1], model[1][0]):
+        module.register_full_backward_hook(lambda *_: None)
+    hooked = captured(model, input=torch.randn(4, 6))
+    plan = Plan.from_split({"0": 0, "1": 1}, n_microbatches=1)
+    if how != "modules":
+        wanted = stage_numbers(plan, plain if how == "operators" else hooked)
+        if how == "listed":  # the hooks on the wrong sides
+            wanted |= {key: 1 - stage for key, stage in wanted.items() if "_module" in key or "getitem" in key}
+        stages = [tuple(key for key, stage in wanted.items() if stage == number) for number in (0, 1)]
+        plan = replace(
+            plan, split=(), stages=tuple(replace(s, operators=o) for s, o in zip(plan.stages, stages, strict=True))
+        )
+    stage_of = plan.assign(hooked)
+    found = [(node.target.__name__, stage) for node, stage in stage_of.items() if is_hook_point(node)]
+    assert found == [("enter_module", 0), ("leave_module", 0), *[("enter_module", 1)] * 2, *[("leave_module", 1)] * 2]
 
 
 # -- models and devices -----------------------------------------------------------------------------------------------

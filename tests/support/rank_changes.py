@@ -89,6 +89,51 @@ def hooks_from_before(plan: str, call: str) -> dict[str, Any]:
     }
 
 
+def _layers_inside(plan_first: bool, hook: Callable[[nn.Module], None]) -> tuple[nn.Module, Any, torch.Tensor]:
+    """The plain model and the same in two stages, which cut its only child in the middle, both with hooks."""
+    torch.manual_seed(3)
+    model, x = nn.Sequential(mlp()).double(), torch.randn(8, 12).double()
+    original = copy.deepcopy(model)
+    hook(original)
+    if not plan_first:
+        hook(model)
+    plan = Plan.by_hand(model, None, example_args=(x,), pipeline=2, micro_batch=2)
+    pm = autopar.parallelize(model, plan=plan)
+    if plan_first:
+        hook(model)
+    return original, pm, x
+
+
+def hooks_where_stages_meet(plan_first: bool) -> list[float]:
+    """Errors of gradients where hooks change them: of every layer in turn, one of which begins the second stage, and of
+    the module that both stages run. `plan_first`: the plan knows no hooks."""
+
+    def doubled(module: nn.Module, gradients: Any, *_: Any) -> Any:
+        return tuple(2 * g for g in gradients)
+
+    def all_hooks(model: Any) -> None:
+        for layer in model[0][1:]:  # the input of the first requires no gradient
+            layer.register_full_backward_hook(doubled)
+            layer.register_full_backward_pre_hook(doubled)
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        model[0].register_forward_hook(lambda module, args, output: output * 3 + args[0])
+        model[0].register_full_backward_pre_hook(doubled)
+
+    original, pm, x = _layers_inside(plan_first, all_hooks)
+    errors = [both_step(pm, original, x)]
+    functional.mse_loss(pm(x), x).backward()
+    functional.mse_loss(original(x), x).backward()
+    return [*errors, gradient_error(pm, original)]
+
+
+def hook_of_both_stages() -> None:
+    """A full backward hook of a module in two stages: evaluations run, and the first training step ends the ranks."""
+    original, pm, x = _layers_inside(True, lambda model: model[0].register_full_backward_hook(lambda *_: None) and None)
+    with torch.no_grad():
+        assert (pm(x) - original(x)).abs().max().item() < 1e-9
+    both_step(pm, original, x)
+
+
 def assigned_buffers() -> list[float]:
     """Errors of outputs after a buffer was assigned anew, also where the rank had lost its name."""
     original, pm, x = scaled()

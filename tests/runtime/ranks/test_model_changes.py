@@ -13,11 +13,13 @@ from rank_changes import (
     frozen_for_some_steps,
     frozen_on_one_rank,
     goes_on_after_a_refusal,
+    hook_of_both_stages,
     hooks_from_before,
+    hooks_where_stages_meet,
     names_of_groups,
     sparse_after_evaluation,
 )
-from rank_pool import RankPool
+from rank_pool import RankFailure, RankPool
 from torch import nn
 
 from autopar.runtime.initial_values.missing_values import give_memory, make_hollow
@@ -34,6 +36,20 @@ def test_parameters_keep_hooks_and_attributes_when_they_are_placed(ranks: RankPo
     for found in ranks.run(hooks_from_before, 2, plan, call):
         assert max(found["errors"]) < TOLERANCE
         assert found["seen"] == found["wanted"] != []
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("plan_first", [True, False])
+def test_backward_hooks_change_gradients_where_stages_meet(ranks: RankPool, plan_first: bool) -> None:
+    for errors in ranks.run(hooks_where_stages_meet, 2, plan_first):
+        assert max(errors) < TOLERANCE
+
+
+@slow
+def test_a_full_backward_hook_of_a_module_in_two_stages_is_refused_by_name(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="InputError: module '0' has a full backward hook, begins in stage 0 "):
+        ranks.run(hook_of_both_stages, 2)
 
 
 def test_parameters_without_values_keep_hooks_and_attributes() -> None:

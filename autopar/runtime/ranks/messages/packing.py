@@ -37,7 +37,7 @@ class SentTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Spec = SentTensor | type  # or a Python number
+Spec = SentTensor | type  # or a Python number, or None
 
 
 class _Place(NamedTuple):

@@ -19,12 +19,14 @@ import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 
 from autopar.capture import torch_private
-from autopar.errors import AutoparError
+from autopar.capture.module_hooks import Link
+from autopar.errors import AutoparError, InputError
 from autopar.runtime.ranks.faults.failure import LostRankError, connection_error
 from autopar.runtime.ranks.messages.channels import Channel, Pending
 from autopar.runtime.ranks.messages.execution_messages import ExecutionMessages
@@ -246,6 +248,13 @@ class Wire(Mailbox):
         if address.direction is Phase.BACKWARD:
             return [int(message.get(position) is not None) for position in specs], message
         values = {position: message[position] for position in specs}
+        for value in values.values():
+            if isinstance(value, Link):
+                raise InputError(
+                    f"module '{value.path}' has a full backward hook, begins in stage {address.sender} and goes on in "
+                    f"stage {address.receiver}, on another rank, and the hook needs gradients of both: give hooks to "
+                    "the modules inside of it, or a plan that keeps it in one stage"
+                )
         numbers = [int(x.requires_grad) if isinstance(x, torch.Tensor) else _bits(x) for x in values.values()]
         self._trained[_forward(address)] = tuple(
             p for p, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad
@@ -305,9 +314,13 @@ def _forward(address: Address) -> tuple[int, int, int]:
 
 
 def _bits(number: Any) -> int:
-    """A Python number in 64 bits."""
+    """A Python number in 64 bits; None as 0."""
+    if number is None:
+        return 0
     return int(struct.unpack("<q", struct.pack("<d", number))[0]) if isinstance(number, float) else int(number)
 
 
 def _number(bits: int, kind: type) -> Any:
+    if kind is NoneType:
+        return None
     return struct.unpack("<d", struct.pack("<q", bits))[0] if kind is float else kind(bits)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_behaviour import message_of
 from rank_cases import Job, relative
-from rank_training import ready
+from rank_training import gradient_error, ready
 from torch import nn
 
 STEPS = 2
@@ -61,6 +63,48 @@ def of_own_parameters(job: Job, kind: str) -> list[float]:
         loss_of(plain)(original(x), target).backward()
     assert own.unread.grad is None
     return _errors(pm, original, [(own.scale.weight, plain.scale.weight)])
+
+
+def _squares(model: nn.Module) -> Any:
+    return 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def of_the_models_parameters(job: Job, when: str) -> list[float]:
+    """Errors of the model's gradients where the backward of the sum of its squares runs by itself, `when` says when."""
+    original, pm, x = ready(job)
+    target = original(x).detach().cos()
+    pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    pm.zero_grad()
+    errors = []
+    for _ in range(STEPS):
+        if when == "before":
+            _squares(pm).backward()
+        pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+        if when == "after":
+            _squares(pm).backward()
+        (nn.functional.mse_loss(original(x), target) + _squares(original)).backward()
+        errors.append(gradient_error(pm, original))
+    return errors
+
+
+def of_refused_parameters(where: str, said: Path | None = None) -> str:
+    """The message of a loss that reads parameters of the model, which the last rank also writes to the file `said`.
+    `where`: in a loss of micro-batches, of the whole batch, or of outputs outside of the call; all of them, or one that
+    the last rank does not have."""
+    _, pm, x = ready(Job("mlp", "chain"))
+    model, mse = pm.unwrap(), nn.functional.mse_loss
+    losses: dict[str, Callable[[Any, Any], Any]] = {
+        "all": lambda out, y: mse(out, y) + _squares(model),
+        "one": lambda out, y: mse(out, y) + model[0].weight.abs().sum(),
+        "whole": lambda out, y: mse(out - out.mean(), y) + _squares(model),
+        "product": lambda out, y: mse(out @ model[10].weight, y),
+    }
+    if where in losses:
+        message = message_of(lambda: pm.train_step(x, target=x, loss_fn=losses[where]))
+        if said is not None and dist.get_rank() == 1:
+            said.write_text(message)
+        return message
+    return message_of(lambda: (pm(x).sum() + _squares(pm)).backward())
 
 
 def of_targets(job: Job) -> list[float]:

@@ -16,6 +16,7 @@ from autopar.errors import AutoparError, InputError, PlanError
 from autopar.runtime.ranks.agreement import CallAgreement, CallKind, checksum_of
 from autopar.runtime.ranks.executable import RankExecutable
 from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.own_parameters import refused_in
 from autopar.runtime.ranks.parameters.holders import sparse_problem
 from autopar.runtime.ranks.run import RankRun
 from autopar.runtime.ranks.shares import ShareAgreement, SharedCall
@@ -62,8 +63,10 @@ class RankCalls(CallRunner):
             return self._outputs(agreed, self._own_outputs)
 
     def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
+        assert call.loss is not None
         with self._agreed_call(call, "train_step") as agreed:
-            loss, outputs = super().train_step(agreed)
+            with refused_in(call.loss, self._rank_parameters):
+                loss, outputs = super().train_step(agreed)
             if outputs is None or self._shared is None:
                 return loss, outputs
             flat, spec = torch_private.tree_flatten(outputs)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autopar.analysis.example import LossFunction
 from autopar.errors import InputError
 from autopar.runtime.ranks.batch_statistics import share_statistics
 from autopar.runtime.ranks.executable import RankExecutable
@@ -23,6 +24,7 @@ from autopar.runtime.ranks.losses import SharedLosses
 from autopar.runtime.ranks.messages.packing import Values
 from autopar.runtime.ranks.messages.shapes import SentValues
 from autopar.runtime.ranks.messages.wire import Wire
+from autopar.runtime.ranks.own_parameters import refuse_dtensors, refused_in
 from autopar.runtime.ranks.parameters.own import RankParameters
 from autopar.runtime.ranks.shared_outputs import SharedOutputs
 from autopar.runtime.ranks.shares import Shares
@@ -85,6 +87,7 @@ class RankRun(Run):
         return outputs
 
     def backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> None:
+        refuse_dtensors(gradients)
         if self._shares is not None:
             gradients = self._of_all_ranks(gradients, self._shares)
         super().backward(gradients, keep_graph)
@@ -132,8 +135,19 @@ class RankRun(Run):
             n_forwards = sum(action.phase is Phase.FORWARD for action in actions)
             self._losses = SharedLosses(self.executable.world, self.tensors, self.executable.owner, n_forwards)
             self._losses.begin()
-            followed[Phase.FORWARD] = self._losses.following(followed[Phase.FORWARD])
+            forward = self._with_checked_loss(followed[Phase.FORWARD], self.call.loss)
+            followed[Phase.FORWARD] = self._losses.following(forward)
         return self._watched(followed)
+
+    def _with_checked_loss(self, forward: Act, loss_fn: LossFunction) -> Act:
+        """`forward`, which raises InputError if the loss reads parameters of the model."""
+
+        def act(replica: StageReplica, microbatch: int) -> None:
+            with refused_in(loss_fn, self._rank_parameters):
+                forward(replica, microbatch)
+            refuse_dtensors([self.tensors.losses[microbatch]], loss_fn)
+
+        return act
 
     def _values(self, address: Address) -> Values:
         _, sender, receiver, microbatch = address

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from rank_cases import Job
-from rank_losses import of_own_parameters, of_refused, of_targets
-from rank_pool import RankPool
+from rank_losses import (
+    of_own_parameters,
+    of_refused,
+    of_refused_parameters,
+    of_targets,
+    of_the_models_parameters,
+)
+from rank_pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +57,27 @@ def test_a_gradient_that_would_stay_on_one_rank_is_refused(ranks: RankPool, kind
         assert said in message
         assert not has_gradient
         assert later < TOLERANCE
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("n", "job"), [*JOBS, (2, Job("mlp", "hand data=2 zero=1"))], ids=str)
+def test_a_term_of_the_models_parameters_goes_back_by_itself(ranks: RankPool, n: int, job: Job, when: str) -> None:
+    for errors in ranks.run(of_the_models_parameters, n, job, when):
+        assert max(errors) < TOLERANCE
+
+
+@pytest.mark.parametrize("where", ["whole", "outside"])
+def test_a_loss_with_the_models_parameters_is_refused_with_what_to_do_instead(ranks: RankPool, where: str) -> None:
+    title = "the caller's loss" if where == "outside" else "loss_fn '<lambda>'"
+    for message in ranks.run(of_refused_parameters, 2, where):
+        assert message.startswith(f"InputError: {title}")
+        assert "reads parameters of the model" in message
+        assert "by itself, before or after the call" in message
+
+
+@pytest.mark.parametrize("where", ["all", "one", "product"])
+def test_the_rank_that_computes_such_a_loss_refuses_it_and_all_end(ranks: RankPool, where: str, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with pytest.raises(RankFailure):
+        ranks.run(of_refused_parameters, 2, where, said)
+    assert re.match("InputError: loss_fn '<lambda>' .* reads parameters of the model", said.read_text())

@@ -150,6 +150,10 @@ class ModelTables:
                         "values into the parameters that were there, or change the model before its first call"
                     )
 
+    def lacks(self, module: object, name: str | None) -> bool:
+        """Whether a module was built with a tensor of this name, which this rank does not have."""
+        return any(entry.after is None and entry.module is module and entry.name == name for entry in self._entries)
+
     @property
     def kept(self) -> frozenset[str]:
         """The names of all tensors that this rank holds a part of."""

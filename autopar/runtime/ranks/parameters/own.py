@@ -330,6 +330,10 @@ class RankParameters:
         """Whether a tensor is this model's, from before or after the placing."""
         return id(tensor) in self._new or id(tensor) in self.parameters
 
+    def is_elsewhere(self, module: object, name: str | None) -> bool:
+        """Whether a module of this model had a tensor of this name, which other ranks hold now."""
+        return self._tables.lacks(module, name)
+
     def has_any(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer has parameters of this model, from before or after the placing."""
         own = {id(p) for p in self._model.parameters()} if not self.placed else ()

@@ -387,6 +387,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "fused Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "single AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),

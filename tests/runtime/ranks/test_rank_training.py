@@ -194,8 +194,10 @@ def test_incomplete_gradients_are_refused(ranks: RankPool) -> None:
             assert re.match(pattern, found[what]), f"{what}: {found[what]!r}"
 
 
+PLANS = ["chain", "replicas 2", "hand tensor=2"]
 REFUSED = {
     ("LBFGS", "chain"): "torch.optim.LBFGS measures one step along all parameters",
+    **{(f"fused {kind}", plan): f"torch.optim.{kind} with fused=True" for kind in ("SGD", "Adagrad") for plan in PLANS},
     ("Adafactor", "hand tensor=2"): "torch.optim.Adafactor cannot step parts of a parameter",
     ("Rprop", "hand tensor=2"): "torch.optim.Rprop cannot step parts of a parameter",
 }
@@ -205,7 +207,7 @@ ROUNDED = {("Muon", "hand tensor=2"): 2**-6}  # bfloat16 has 8 bits
 
 @slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("plan", ["chain", "replicas 2", "hand tensor=2"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_every_optimizer_steps_as_in_one_process_or_is_refused(ranks: RankPool, name: str, plan: str) -> None:
     for early in (True, False):
         found = ranks.run(optimized, 2, name, plan, early)

@@ -15,6 +15,8 @@ from autopar.errors import InputError
 
 # torch's steps of these write into tensors whose placement the operator would have to change.
 WHOLE_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
+# Of the fused kernels, torch gives DTensors those of these alone.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_groups: int) -> None:
@@ -28,6 +30,11 @@ def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_gr
         raise InputError(
             "torch.optim.LBFGS measures one step along all parameters, and these ranks hold different stages: use "
             "another optimizer, or a plan of one stage (Plan.by_hand(data=...))"
+        )
+    if parameters and not isinstance(optimizer, _FUSED) and any(group.get("fused") for group in optimizer.param_groups):
+        raise InputError(
+            f"torch.optim.{kind} with fused=True cannot step the parameters of ranks, which are DTensors: leave fused "
+            "out, or use Adam or AdamW, which can"
         )
     if isinstance(optimizer, WHOLE_ONLY):
         cut = next((p for p in parameters if is_cut(p)), None)

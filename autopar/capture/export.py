@@ -315,13 +315,16 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return Traced(module, out_spec, _unguarded)
 
 
+_TRACER_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._subclasses.fake_tensor")
+
+
 @contextlib.contextmanager
 def _quiet(caught: list[warnings.WarningMessage]) -> Iterator[None]:
     """Hide export's own warnings, log lines and printed graphs, which are about its internals; errors still propagate.
 
     All other warnings go into `caught`.
     """
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
+    loggers = [logging.getLogger(name) for name in _TRACER_LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

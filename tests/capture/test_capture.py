@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -206,6 +207,15 @@ def test_an_error_of_the_model_itself_is_the_models() -> None:
     plan = Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)
     with pytest.raises((CaptureError, RuntimeError), match="shapes cannot be multiplied"):
         autopar.parallelize(model, ["cpu", "cpu"], plan=plan)(torch.randn(3, 4))
+
+
+def test_inputs_of_a_wrong_shape_leave_no_log_of_the_tracer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says it all."""
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.Logger, "callHandlers", lambda _, record: logged.append(record))
+    with pytest.raises(CaptureError):
+        capture(mlp(), (torch.randn(4, 5),), {})
+    assert [record.name for record in logged if record.levelno >= logging.WARNING] == []
 
 
 class Remembering(nn.Module):

@@ -85,7 +85,11 @@ class RankedModule(PipelinedModule):
         return self._calls.accumulating()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
-        raise TypeError("a module whose parameters are spread over ranks cannot be copied")
+        raise InputError(
+            "a module whose parameters are spread over ranks cannot be copied, as by AveragedModel: copy the model "
+            "before parallelize, or average what this rank has: after the first call, mean = [p.detach().clone() for p "
+            "in pm.parameters()], and after each step, m.lerp_(p.detach(), 0.01) for m, p in zip(mean, pm.parameters())"
+        )
 
     @property
     def world(self) -> World:

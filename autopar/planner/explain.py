@@ -83,7 +83,7 @@ def explanation(
     searching: Searching,
     chosen: Candidate,
     candidates: Sequence[Candidate],
-    make_plan: Callable[[Any, SearchOptions], Plan],
+    make_plan: Callable[..., Plan],
 ) -> Callable[[Plan], Explanation]:
     """A function that explains the plan of `chosen`. Its first call runs further searches, so call it only for a user
     who asks."""
@@ -158,7 +158,7 @@ def _helps(plan: Plan, bottleneck: Bottleneck, step: PredictedStep, larger: Pred
     return (*changes, *compiled_instead(plan))
 
 
-def _limits(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:
+def _limits(searching: Searching, make_plan: Callable[..., Plan]) -> list[Change]:
     """The step without each of the user's limits and hints."""
     options, costs = searching.options, searching.costs
     lifted: list[tuple[str, SearchOptions]] = [
@@ -179,7 +179,12 @@ def _limits(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan
     ):
         if empty != constraints:
             lifted.append((what, replace(options, constraints=empty)))
-    return [Change(f"without {what}", _step(make_plan(costs, free))) for what, free in lifted]
+    found = [Change(f"without {what}", _step(make_plan(costs, free))) for what, free in lifted]
+    meshes = searching.meshes
+    if searching.ahead and meshes is not None and meshes.most_width is not None:  # shards at hand are to be measured
+        wider = make_plan(costs, options, meshes=replace(meshes, most_width=None))
+        found.append(Change(f"without max_shards={meshes.most_width}", _step(wider)))
+    return found
 
 
 def _more_memory(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:

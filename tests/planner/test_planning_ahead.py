@@ -363,3 +363,15 @@ def test_steps_without_temporaries_are_advised_only_where_they_fit() -> None:
     with pytest.raises(InfeasibleError, match="temporaries of the optimizer's step") as failure:
         autopar.plan(model, Cluster.preset("H100"), memory_limit=limit, **call)
     assert "fused" not in str(failure.value)
+
+
+def test_an_explanation_says_what_the_most_shards_cost() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4096)), torch.empty(64, 64, 4096)
+    cluster = Cluster.preset("2xH100")
+    one, free = (autopar.plan(model, cluster, example_args=(x,), max_shards=n) for n in (1, None))
+    (limit,) = one.explain().limits
+    assert limit.what == "without max_shards=1"
+    assert limit.step_time == pytest.approx(free.predicted_step_time)
+    assert limit.step_time < (one.predicted_step_time or 0.0)
+    assert not any("max_shards" in change.what for change in free.explain().limits)

@@ -86,31 +86,24 @@ class _Room:
     def useful(self, prices: Prices, most: int) -> list[EnvelopePoint]:
         """The fastest point, and others on the envelopes, the most useful ones first."""
         m, fastest = self.problem.task.n_microbatches, prices.fastest
-        if self.fits(fastest, m, 1):
+        working = self.problem.working(fastest.options)
+        if _needed(fastest, working, m, 1) <= self.memory:
             return [fastest]
-        memory = max(0.0, self.memory - self.problem.working(fastest.options))
+        room = max(0.0, self.memory - working)
         in_flight = dict.fromkeys((1, min(m, self.n_meshes), self.recomputed, m))
-        limits = {_passing(n): [n_stages * memory for n_stages in self._stages] for n in in_flight if n}
+        limits = {_passing(n): [n_stages * room for n_stages in self._stages] for n in in_flight if n}
         limits[_STEPPING] = [n_stages * self.memory for n_stages in self._stages]
         found = [fastest, *prices.envelopes(list(limits), _PRICES * most, limits, _ALIKE)]
         return list(dict.fromkeys([fastest, *self._fitting(found), *found]))
-
-    def fits(self, point: EnvelopePoint, in_flight: float, n_stages: int) -> bool:
-        """Whether so many stages may fit, with so many micro-batches in flight and as the optimizer steps."""
-        return self._needed(point, in_flight, n_stages) <= self.memory
-
-    def _needed(self, point: EnvelopePoint, in_flight: float, n_stages: int) -> float:
-        """Bytes on each device of a stage, roughly: tensors that several operators keep count more than once."""
-        passing = point.held(_passing(in_flight)) / n_stages + self.problem.working(point.options)
-        return max(passing, point.held(_STEPPING) / n_stages)
 
     def _fitting(self, points: Sequence[EnvelopePoint]) -> Iterator[EnvelopePoint]:
         """The fastest points that fit a number of stages, for each number of micro-batches in flight; where none does,
         those that need the least."""
         m, by_seconds = self.problem.task.n_microbatches, sorted(points, key=lambda point: point.seconds)
+        working = [self.problem.working(point.options) for point in by_seconds]
         pipelines = [(n, float(min(m, n))) for n in self._stages]
         for n, held in [*pipelines, *itertools.product(self._stages, (self.recomputed, m, 1.0))]:
-            needed = [self._needed(point, held, n) for point in by_seconds]
+            needed = [_needed(point, beside, held, n) for point, beside in zip(by_seconds, working, strict=True)]
             least = min(range(len(needed)), key=needed.__getitem__)
             yield by_seconds[next((i for i, nbytes in enumerate(needed) if nbytes <= self.memory), least)]
 
@@ -122,6 +115,12 @@ class _Room:
 def _passing(in_flight: float) -> Direction:
     """How much the bytes of `OptionCosts.kinds` count with so many micro-batches in flight."""
     return (1.0, float(in_flight), 0.0)
+
+
+def _needed(point: EnvelopePoint, working: float, in_flight: float, n_stages: int) -> float:
+    """Bytes on each device of one of so many equal stages, with so many micro-batches in flight or as the optimizer
+    steps. Tensors that several operators keep count more than once. `working`: bytes while an operator runs."""
+    return max(point.held(_passing(in_flight)) / n_stages + working, point.held(_STEPPING) / n_stages)
 
 
 def _unlike(found: Sequence[Sharding]) -> list[Sharding]:

@@ -56,22 +56,34 @@ def torch_environment() -> dict[str, Any]:
 
 
 @contextmanager
+def float32_settings_kept() -> Iterator[None]:
+    """Afterwards, how products of float32 numbers are rounded in this process is set as before.
+
+    That includes settings that follow a more general one, and what torch cannot read any more through its older
+    attributes.
+    """
+    before = {name: _setting(name) for name in _FP32_PRECISIONS}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is not None:
+                _set(name, "none")  # follows the more general setting, as most do unless a program says otherwise
+                if _setting(name) != value:
+                    _set(name, value)
+
+
+@contextmanager
 def full_float32() -> Iterator[None]:
     """Products of float32 numbers keep their precision: no TF32, and no bfloat16 on a CPU. For the whole process.
 
-    Afterwards the settings are as before, those that follow a more general setting included.
+    Afterwards the settings are as before.
     """
-    before = {name: _setting(name) for name in _FP32_PRECISIONS}
-    changed = {name: value for name, value in before.items() if value is not None}
-    try:
-        for name in changed:
-            _set(name, "ieee")
+    with float32_settings_kept():
+        for name in _FP32_PRECISIONS:
+            if _setting(name) is not None:
+                _set(name, "ieee")
         yield
-    finally:
-        for name, value in changed.items():
-            _set(name, "none")  # follows the more general setting, as most do unless a program says otherwise
-            if _setting(name) != value:
-                _set(name, value)
 
 
 def _set(name: str, value: str) -> None:

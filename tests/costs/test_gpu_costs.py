@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 import autopar
 from autopar import AutoparWarning, InfeasibleError
+from cost_models.measuring.environment import float32_settings_kept
 
 
 def linears(width: int, count: int) -> nn.Sequential:
@@ -63,17 +64,13 @@ class Product(nn.Module):
 @ON_ONE
 @pytest.mark.parametrize("tf32", [False, True])
 def test_a_batch_that_is_proven_to_split_is_split_whatever_products_round_to(devices: list[str], tf32: bool) -> None:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", AutoparWarning)
-            x = torch.randn(32, 3, 8, 8)
-            options = {"n_microbatches": 4, "tune": 0, "cache": False}
-            plan = autopar.plan(Product(), devices, example_args=(x,), **options)
-        assert plan.n_microbatches == 4
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    with float32_settings_kept(), warnings.catch_warnings():
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        warnings.simplefilter("error", AutoparWarning)
+        x = torch.randn(32, 3, 8, 8)
+        options = {"n_microbatches": 4, "tune": 0, "cache": False}
+        plan = autopar.plan(Product(), devices, example_args=(x,), **options)
+    assert plan.n_microbatches == 4
 
 
 @ON_ONE_GPU_TWICE

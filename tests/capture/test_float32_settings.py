@@ -1,0 +1,53 @@
+"""How a program rounds products of float32 numbers changes neither what is captured nor any setting of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture.program import capture
+from cost_models.measuring.environment import float32_settings_kept, torch_environment
+
+BACKENDS = torch.backends
+NEWER = [
+    ((BACKENDS.cudnn.conv, "ieee"),),
+    ((BACKENDS.cudnn.conv, "ieee"), (BACKENDS.cudnn.rnn, "ieee")),
+    ((BACKENDS.mkldnn.conv, "ieee"), (BACKENDS.mkldnn.matmul, "ieee"), (BACKENDS.mkldnn.rnn, "ieee")),
+    ((BACKENDS.cuda.matmul, "tf32"), (BACKENDS.cudnn.conv, "tf32")),
+]
+
+
+@pytest.mark.parametrize("settings", NEWER)
+def test_a_model_is_captured_whole_and_every_setting_stays(settings: tuple[tuple[object, str], ...]) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)), torch.randn(4, 3, 8, 8)
+    with float32_settings_kept():
+        for backend, precision in settings:
+            backend.fp32_precision = precision  # type: ignore[attr-defined]
+        before = torch_environment()
+        program = capture(model, (x,), {})
+        assert torch_environment() == before
+    assert torch.backends.mkldnn.enabled
+    assert not program.uncaptured
+    assert program.graph_module(x)[0].shape == (4, 5)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_programs_may_use_the_older_attributes(older: bool) -> None:
+    with float32_settings_kept():
+        torch.backends.cudnn.allow_tf32 = older
+        before = torch_environment()
+        assert not capture(nn.Linear(4, 4), (torch.randn(4, 4),), {}).uncaptured
+        assert torch_environment() == before
+        assert torch.backends.cudnn.allow_tf32 == older
+
+
+def test_settings_that_follow_a_general_one_follow_it_afterwards() -> None:
+    with float32_settings_kept():
+        torch.backends.fp32_precision = "ieee"
+        try:
+            before = torch_environment()
+            assert not capture(nn.Linear(4, 4), (torch.randn(4, 4),), {}).uncaptured
+            assert torch_environment() == before
+        finally:
+            torch.backends.fp32_precision = "none"

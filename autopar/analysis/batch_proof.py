@@ -54,7 +54,8 @@ from autopar.analysis.sample_states import (
 )
 from autopar.capture.cleanup import call_with_autocast, call_with_grad_mode, cross_entropy_arguments
 from autopar.capture.module_hooks import is_hook_point
-from autopar.capture.program import Program, describe, is_getitem
+from autopar.capture.node_names import describe
+from autopar.capture.program import Program, is_getitem
 
 States = State | tuple["States", ...]  # of a tensor or number, or of each item of a tuple
 _WRITES_PART = "writes into a part of a tensor"

@@ -39,7 +39,8 @@ from autopar.analysis.operators import is_random, operator_name, written_argumen
 from autopar.analysis.sample_states import DIVIDES
 from autopar.analysis.uncaptured_samples import relates_samples
 from autopar.capture.cleanup import aten
-from autopar.capture.program import Program, describe, module_path
+from autopar.capture.node_names import describe, module_path
+from autopar.capture.program import Program
 from autopar.capture.repeated_layers.measure_once import TensorShape
 from autopar.capture.uncaptured import uncaptured, uncaptured_in
 from cost_models.measuring.environment import full_float32

@@ -14,7 +14,8 @@ from torch import fx
 from autopar.analysis.batch_proof import OutputCombination
 from autopar.analysis.batching import Batching
 from autopar.analysis.rules.calls import size_of
-from autopar.capture.program import Program, describe
+from autopar.capture.node_names import describe
+from autopar.capture.program import Program
 from autopar.errors import InputError
 
 

@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from autopar.capture.cleanup import call_with_autocast
 from autopar.capture.module_hooks import is_hook_point
-from autopar.capture.program import Program, is_getitem, module_path
+from autopar.capture.node_names import module_path
+from autopar.capture.program import Program, is_getitem
 from autopar.capture.uncaptured import uncaptured
 from cost_models.graphs import get_attribute
 

@@ -150,7 +150,7 @@ def _is_plain(target: Any) -> bool:
 
 
 def _computed(needed: Sequence[fx.Node], dims: dict[fx.Node, int | None], batch: int) -> torch.Tensor | None:
-    """The mask for so many samples; None where it depends on another size that is not known."""
+    """The mask for `batch` samples; None where it depends on another size that is not known."""
     values: dict[fx.Node, Any] = {}
     last = {source: node for node in needed for source in node.all_input_nodes}
     with torch.no_grad(), torch.device("cpu"):

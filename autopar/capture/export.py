@@ -25,7 +25,7 @@ from autopar.capture.module_state import TORCHS_OWN, Generators, unchanged
 from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import CaptureError, InputError, issue_again, warn
-from cost_models.measuring.environment import float32_settings_kept
+from cost_models.measuring.environment import readable_tf32
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ def _export(
     for attempt in range(4):
         forget_traced_layers()
         try:
-            with _quiet(caught), _readable_tf32(), _plain_signature(model, args, kwargs) as names:
+            with _quiet(caught), readable_tf32(), _plain_signature(model, args, kwargs) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
                 exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             break
@@ -285,25 +285,6 @@ def _export(
     assert isinstance(module, fx.GraphModule)
     guards = getattr(module, "_guards_fn", None)
     return Traced(module, exported.call_spec.out_spec, guards if guards is not None else _unguarded)
-
-
-@contextlib.contextmanager
-def _readable_tf32() -> Iterator[None]:
-    """torch.export turns oneDNN and cuDNN off while it traces. It reads their settings through `allow_tf32`, which
-    raises once a program has set the newer `fp32_precision` otherwise: nothing would be traced, and oneDNN stay off.
-
-    Tracing rounds nothing, so other settings may hold as long; afterwards they are as before.
-    """
-    with float32_settings_kept():
-        for precision in (None, "tf32", "none"):
-            if precision is not None:
-                torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.rnn.fp32_precision = precision
-            try:
-                _ = torch.backends.cudnn.allow_tf32
-            except RuntimeError:
-                continue
-            break
-        yield
 
 
 def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:

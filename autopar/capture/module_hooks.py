@@ -146,7 +146,7 @@ class _Call:
     outputs: _Values | None = None
 
 
-class Link(BackwardHook):
+class BackwardLink(BackwardHook):
     """Lets the full backward hooks of one call have the gradients of what the module returned and of what it took."""
 
     def __init__(self, call: _Call, hooks: Sequence[Callable[..., Any]], before: Sequence[Callable[..., Any]]) -> None:
@@ -298,7 +298,7 @@ def _entering(call: _Call) -> Callable[..., Any]:
         hooks = [hook for _, hook in _user_hooks(module._backward_hooks)]
         link = None
         if hooks and torch.is_grad_enabled():
-            link = Link(call, hooks, [hook for _, hook in _user_hooks(module._backward_pre_hooks)])
+            link = BackwardLink(call, hooks, [hook for _, hook in _user_hooks(module._backward_pre_hooks)])
             args = link.setup_input_hook(args)
         return [*values.tensors_of((args, kwargs), call.path), link]
 
@@ -315,7 +315,7 @@ def _leaving(call: _Call) -> Callable[..., Any]:
         sizes: list[int],
         taken: list[torch.Tensor],
         taken_sizes: list[int],
-        link: Link | None,
+        link: BackwardLink | None,
     ) -> list[torch.Tensor]:
         """The tensors that the module returns, after its hooks."""
         module = call.module
@@ -330,7 +330,7 @@ def _leaving(call: _Call) -> Callable[..., Any]:
                 result = changed
         before = [hook for _, hook in _user_hooks(module._backward_pre_hooks)]
         if link is None and before:  # these need nothing from where the module begins
-            link = Link(call, [], before)
+            link = BackwardLink(call, [], before)
         if link is not None:
             result = link.setup_output_hook(result)
         return values.tensors_of(result, call.path)

@@ -12,8 +12,6 @@ import contextlib
 import itertools
 import logging
 import operator
-import os
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +36,7 @@ from autopar.capture.export import (
 )
 from autopar.capture.layers import repeated_layers
 from autopar.capture.module_state import Attributes, Generators
+from autopar.capture.node_names import describe, module_path
 from autopar.capture.parameter_writes import assignments_refused, refusal, unseen_write, written_parameter
 from autopar.capture.rehearsal import WRITES_INPUT
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
@@ -58,7 +57,6 @@ from autopar.hints.shard import hinted_modules
 log = logging.getLogger(__name__)
 
 _LEAST_SIZE = 2  # the tracer takes every symbolic size to be at least this: sizes of 0 and 1 broadcast
-_OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
 
 
 @dataclass(frozen=True)
@@ -160,38 +158,6 @@ def fitting_batch(leaves: Sequence[Any], inputs: Sequence[Input], opened: Collec
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch_private.TreeSpec]:
     """The flat inputs of a call, and their structure."""
     return torch_private.tree_flatten((args, dict(sorted(kwargs.items()))))
-
-
-def module_path(node: fx.Node) -> str:
-    """Path of the innermost module whose forward created `node`; "" for the root."""
-    stack = node.meta.get("nn_module_stack")
-    path = str(list(stack.values())[-1][0]) if stack else ""
-    if path == torch_private.NO_MODULE:
-        return ""
-    return re.sub(r"@\d+$", "", path)  # export numbers the second call of the same module
-
-
-def source_line(node: fx.Node) -> str:
-    """`file:line` of the user's code that created `node`; "" if unknown."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    lines = [(name, line) for name, line in lines if not name.startswith(_OWN_FILES)]
-    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name and "/torch/export/" not in name]
-    chosen = (outside or lines)[-1:]
-    return f"{chosen[0][0]}:{chosen[0][1]}" if chosen else ""
-
-
-def users_frames(node: fx.Node) -> str:
-    """The traceback of the user's code that created `node`, without autopar's own frames."""
-    frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
-    return "".join(f for f in frames if f.strip() and f'File "{_OWN_FILES}' not in f).rstrip()
-
-
-def describe(node: fx.Node) -> str:
-    """An operator as messages name it: `aten.relu in module 'layer1.0' (model.py:12)`."""
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else target
-    line = source_line(node)
-    return f"{name} in module '{module_path(node) or '(root)'}'" + (f" ({line})" if line else "")
 
 
 def capture(

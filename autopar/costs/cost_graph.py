@@ -29,7 +29,8 @@ from autopar.analysis.operators import (
     weight_shares,
     write_order,
 )
-from autopar.capture.program import Program, module_path, source_line
+from autopar.capture.node_names import module_path, source_line
+from autopar.capture.program import Program
 from autopar.costs.compiled import CompiledRatio
 from autopar.costs.cost_table import CostSource, CostTable, Progress
 from autopar.costs.device_group import DeviceGroup, StageConfiguration

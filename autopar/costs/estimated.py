@@ -17,7 +17,8 @@ from autopar.analysis.example import LEFT_OUT, Example
 from autopar.analysis.node_values import observe
 from autopar.analysis.operators import compute_nodes, on_device, requires_grad_nodes
 from autopar.capture import torch_private
-from autopar.capture.program import Program, describe
+from autopar.capture.node_names import describe
+from autopar.capture.program import Program
 from autopar.capture.repeated_layers.fold import fold
 from autopar.capture.uncaptured import uncaptured
 from autopar.costs import cost_graph

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.analysis.operators import compute_nodes, replicable_nodes
-from autopar.capture.program import Program, describe
+from autopar.capture.node_names import describe
+from autopar.capture.program import Program
 from autopar.errors import PlanError
 
 

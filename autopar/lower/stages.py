@@ -31,7 +31,8 @@ from autopar.analysis.operators import (
     written_arguments,
 )
 from autopar.capture.module_hooks import is_hook_point
-from autopar.capture.program import Program, describe
+from autopar.capture.node_names import describe
+from autopar.capture.program import Program
 from autopar.capture.uncaptured import Uncaptured, uncaptured, uncaptured_in
 from autopar.lower.collectives import spread
 from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms, deferred_counters

@@ -29,7 +29,8 @@ from autopar.analysis.operators import (
     write_order,
 )
 from autopar.capture.module_hooks import is_entry, is_hook_point
-from autopar.capture.program import Program, describe
+from autopar.capture.node_names import describe
+from autopar.capture.program import Program
 from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError
 from autopar.errors.names import few, similar

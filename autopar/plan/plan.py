@@ -310,7 +310,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
 
 
 def _with_similar(names: Sequence[str], known: Iterable[str]) -> str:
-    """The names, with what the first one may stand for."""
+    """The names, with known names that are similar to the first one."""
     meant = similar(names[0], known)
     return f"{few(names)} ({meant})" if meant else few(names)
 

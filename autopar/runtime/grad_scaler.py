@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.torch_private import AgreeingGradScaler
+from autopar.capture.torch_private_ranks import AgreeingGradScaler
 from autopar.runtime.ranks.world import current
 
 

@@ -3,7 +3,7 @@
     cross_entropy(output, target, weight)     output, target: on the meta device; weight: the loss's own, on the CPU
                                               called with a copy of `weight` without values instead
 
-torch refuses most operators of which only some tensors are on the meta device.
+torch refuses most operators if some of their tensors are on the meta device and others are not.
 """
 
 from __future__ import annotations

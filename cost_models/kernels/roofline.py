@@ -134,7 +134,7 @@ def _computing(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
 
 
 def _by_channels(kernel: Kernel, rates: Rates) -> float:
-    """Seconds at least of a kernel of which a multiprocessor adds up each channel."""
+    """Least seconds of a kernel that uses one multiprocessor to add up each channel."""
     if not (kernel.channels and rates.units):
         return 0.0
     share = CHANNEL[cast(MemoryKind, kernel.kind)] * kernel.channels / rates.units

@@ -86,6 +86,27 @@ def full_float32() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def readable_tf32() -> Iterator[None]:
+    """`torch.backends.cudnn.allow_tf32` can be read: it raises once a program has set the newer `fp32_precision`
+    otherwise. For what rounds nothing, since other settings may hold meanwhile; afterwards they are as before.
+
+    torch.export turns oneDNN off and then reads `allow_tf32`: where that raises, it traces nothing, and oneDNN stays
+    off.
+    """
+    with float32_settings_kept():
+        for precision in (None, "tf32", "none"):
+            if precision is not None:
+                for name in ("backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision"):
+                    _set(name, precision)
+            try:
+                _ = torch.backends.cudnn.allow_tf32
+            except RuntimeError:
+                continue
+            break
+        yield
+
+
 def _set(name: str, value: str) -> None:
     where, _, last = name.rpartition(".")
     setattr(attrgetter(where)(torch), last, value)

@@ -55,7 +55,7 @@ def move_aside_if_damaged(path: Path) -> Path | None:
 
 
 def check_intact(connection: sqlite3.Connection) -> None:
-    """Raises DatabaseError, of which `is_corrupt`, where SQLite finds the file damaged: queries need not notice."""
+    """Raises DatabaseError (`is_corrupt`) where SQLite finds the file damaged, which queries may not notice."""
     found = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if found != ("ok",):
         error = sqlite3.DatabaseError(*found or ())

@@ -53,7 +53,7 @@ class ConvolutionKernel(NamedTuple):
 
 
 def kernels(func: Any, args: tuple[Any, ...], result: Any, threads: int) -> list[ConvolutionKernel]:
-    """The kernels of a call of `CONVOLUTION` or `BACKWARD` that returned `result`, in order, on so many threads.
+    """The kernels of a call of `CONVOLUTION` or `BACKWARD` that returned `result`, in order, on `threads` threads.
 
     None where the input is not contiguous: oneDNN reads channels last as they are.
     """

@@ -28,7 +28,8 @@ from autopar.analysis.operators import (
 )
 from autopar.capture.call_inputs import find_batch
 from autopar.capture.cleanup import call_with_autocast
-from autopar.capture.program import Program, capture, describe, module_path, source_line
+from autopar.capture.node_names import describe, module_path, source_line
+from autopar.capture.program import Program, capture
 from autopar.capture.torch_private import tree_unflatten
 from cost_models.graphs import get_attribute
 

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.analysis.operators import compute_nodes
-from autopar.capture import torch_private
-from autopar.capture.program import capture, module_path
+from autopar.capture import torch_private, torch_private_ranks
+from autopar.capture.node_names import module_path
+from autopar.capture.program import capture
 
 
 class Pair(NamedTuple):
@@ -30,21 +31,18 @@ class Pair(NamedTuple):
     b: Any
 
 
-def test_this_file_tests_every_function_of_the_private_module() -> None:
-    here = inspect.getsource(sys.modules[__name__])
-    public = [
-        name for name in vars(torch_private) if callable(getattr(torch_private, name)) and not name.startswith("_")
-    ]
+@pytest.mark.parametrize("module", [torch_private, torch_private_ranks])
+def test_this_file_tests_every_function_of_the_private_modules(module: types.ModuleType) -> None:
+    here, short = inspect.getsource(sys.modules[__name__]), module.__name__.rpartition(".")[2]
+    public = [name for name in vars(module) if callable(getattr(module, name)) and not name.startswith("_")]
     own = [
-        n
-        for n in public
-        if n.startswith("tree_") or getattr(getattr(torch_private, n), "__module__", "") == torch_private.__name__
+        n for n in public if n.startswith("tree_") or getattr(getattr(module, n), "__module__", "") == module.__name__
     ]
     assert own
-    assert [name for name in own if f"torch_private.{name}" not in here] == []
+    assert [name for name in own if f"{short}.{name}" not in here] == []
 
 
-def test_trees_come_apart_and_together_again() -> None:
+def test_trees_are_flattened_and_built_again() -> None:
     tree = {"x": [1, (2, None)], "y": Pair("text", {"z": torch.ones(2)}), "e": ()}
     leaves, spec = torch_private.tree_flatten(tree)
     assert leaves[:4] == [1, 2, None, "text"]
@@ -410,7 +408,7 @@ def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path) -> None:
 
     class Looks(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(torch_private.inside_ddp())
+            seen.append(torch_private_ranks.inside_ddp())
             return super().forward(x)
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -462,14 +460,14 @@ def test_default_store_is_the_one_of_the_process_group() -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        torch_private.default_store().clone().set("a", "1")
-        assert torch_private.default_store().get("a") == b"1"
+        torch_private_ranks.default_store().clone().set("a", "1")
+        assert torch_private_ranks.default_store().get("a") == b"1"
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_what_a_scaler_has_found_can_be_changed_before_it_steps() -> None:
-    class Skips(torch_private.AgreeingGradScaler):
+    class Skips(torch_private_ranks.AgreeingGradScaler):
         def agreed(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
             assert [(place.type, one.item()) for place, one in found.items()] == [("cpu", 0.0)]
             return {place: torch.ones_like(one) for place, one in found.items()}
@@ -488,9 +486,9 @@ def test_mesh_of_host_has_the_same_ranks_and_makes_no_process_groups() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = DeviceMesh("cpu", torch.tensor([[0]]), mesh_dim_names=("a", "b"))
-        assert torch_private.mesh_of_host(mesh) is mesh
+        assert torch_private_ranks.mesh_of_host(mesh) is mesh
         elsewhere = DeviceMesh("meta", torch.tensor([[0]]), mesh_dim_names=("a", "b"), _init_backend=False)
-        found = torch_private.mesh_of_host(elsewhere)
+        found = torch_private_ranks.mesh_of_host(elsewhere)
         assert (found.device_type, found.mesh_dim_names, found.mesh.tolist()) == ("cpu", ("a", "b"), [[0]])
         assert list(found.get_coordinate() or ()) == [0, 0]
     finally:
@@ -503,20 +501,20 @@ def test_memory_of_dtensors_shows_values_that_torch_loses() -> None:
         model = nn.Module()
         mesh = DeviceMesh("cpu", torch.tensor([0]))
         model.weight = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
-        shown, part = torch_private.memory_of(model.weight)
+        shown, part = torch_private_ranks.memory_of(model.weight)
         model.weight.data.mul_(2.0)
         model.float().to("cpu")
-        assert torch_private.memory_of(model.weight) == (shown, part)
+        assert torch_private_ranks.memory_of(model.weight) == (shown, part)
         before = model.weight.data
         model.weight.data = model.weight.data * 3.0
         assert bool((model.weight.to_local() == 2.0).all())  # otherwise torch has learnt it, and nobody needs this
-        found = torch_private.memory_of(model.weight)
+        found = torch_private_ranks.memory_of(model.weight)
         assert found[0] != shown
         assert found[1] == part
         model.weight.data = before
-        assert torch_private.memory_of(model.weight) == (shown, part)
+        assert torch_private_ranks.memory_of(model.weight) == (shown, part)
         model.double()
-        found = torch_private.memory_of(model.weight)
+        found = torch_private_ranks.memory_of(model.weight)
         assert found[0] != shown
         assert found[1] != part
     finally:
@@ -528,10 +526,10 @@ def test_parts_of_dtensors_are_those_of_the_public_calls() -> None:
     try:
         mesh = DeviceMesh("cpu", torch.tensor([[0]]), mesh_dim_names=("a", "b"))
         like = nn.Parameter(DTensor.from_local(torch.randn(4, 6).t(), mesh, [Shard(1), Replicate()]))
-        assert torch_private.part_of(like).data_ptr() == like.to_local().data_ptr()
-        assert not torch_private.part_of(like).requires_grad
+        assert torch_private_ranks.part_of(like).data_ptr() == like.to_local().data_ptr()
+        assert not torch_private_ranks.part_of(like).requires_grad
         gradient = torch.randn(6, 4)
-        found = torch_private.part_like(gradient, like)
+        found = torch_private_ranks.part_like(gradient, like)
         public = DTensor.from_local(gradient, mesh, like.placements, shape=like.shape, stride=like.stride())
         assert (found.device_mesh, found.placements) == (public.device_mesh, public.placements)
         assert (found.shape, found.stride(), found.dtype) == (public.shape, public.stride(), public.dtype)

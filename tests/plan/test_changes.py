@@ -323,7 +323,7 @@ def test_plans_of_devices_at_hand_are_priced_again_too() -> None:
 
 
 def replicated(n_microbatches: int, *stages: int) -> Plan:
-    """Layers 0-2 on stage 0 and 3-5 on stage 1, with so many replicas of each."""
+    """Layers 0-2 on stage 0 and 3-5 on stage 1, each with its number of replicas in `stages`."""
     names = iter(device.name for device in CLUSTER.devices)
     devices = [[next(names) for _ in range(n)] for n in stages]
     split = {"embed": 0, **{f"body.layers.{i}": i // 3 for i in range(6)}, "head": 1}

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autopar
 from autopar import Cluster, DeviceError, InfeasibleError, InputError, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys
-from autopar.capture.program import Program, capture, module_path
+from autopar.capture.node_names import module_path
+from autopar.capture.program import Program, capture
 from cost_models import parse_devices
 from cost_models.hardware.device_specs import describes
 

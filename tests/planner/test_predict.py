@@ -91,7 +91,7 @@ def test_a_pipeline_of_two_takes_both_stages_and_the_slower_one_for_every_furthe
 
 
 def on_ranks(costs: CostGraph, handling: float) -> CostGraph:
-    """A process a device, each of which takes `handling` seconds for its end of a message."""
+    """One process for each device; each process takes `handling` seconds for its end of a message."""
     alike = Cluster.preset("cpu", nodes=2)
     cluster = Cluster(alike.node, 2, alike.intra_node, alike.inter_node, CPUS, costs.links)
     return dataclasses.replace(costs, ranks=RankCosts(cluster, 1, (), handling))

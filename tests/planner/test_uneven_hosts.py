@@ -61,7 +61,7 @@ def test_a_mesh_may_have_all_devices(nodes: list[int]) -> None:
 
 @given(HOSTS, st.data())
 def test_meshes_that_a_search_counts_find_their_places(nodes: list[int], data: st.DataObject) -> None:
-    """Of widths each of which divides the next, as many as their number of devices allows."""
+    """As many meshes as the number of devices allows, of widths that divide each other."""
     n_devices = data.draw(st.integers(1, len(nodes)))
     chain = [width for width in (1, 2, 4, 8) if counts_exactly(nodes, width, n_devices)]
     assume(1 in chain)

@@ -20,7 +20,7 @@ ENCODER = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
 
 
 class Recurrent(nn.Module):
-    """A GRU and an attention, each of which has the samples in its second dimension somewhere."""
+    """A GRU and an attention, which have the samples in the second dimension of some tensors."""
 
     def __init__(self) -> None:
         super().__init__()

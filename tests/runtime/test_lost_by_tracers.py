@@ -1,4 +1,4 @@
-"""Code of which a tracer would lose the effect on gradients: the plain model is the oracle."""
+"""Code whose effect on gradients a tracer would lose: the plain model is the oracle."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from torch import nn
 import autopar
 from autopar import PlanError
 from autopar.analysis.operators import compute_nodes, replicable_nodes
-from autopar.capture.program import Program, capture, module_path
+from autopar.capture.node_names import module_path
+from autopar.capture.program import Program, capture
 from autopar.hints.module_hints import read_hints
 from autopar.planner.hint_constraints.stage_hints import ResolvedHints, resolve
 

@@ -1,4 +1,4 @@
-"""Loss functions over outputs [B, CLASSES] or [B, length, CLASSES], with targets of which many are ignored."""
+"""Loss functions over outputs [B, CLASSES] or [B, length, CLASSES], with many targets that are ignored."""
 
 from __future__ import annotations
 

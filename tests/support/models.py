@@ -28,7 +28,7 @@ class Case:
 
     name: str
     build: Callable[[], nn.Module]
-    inputs: Callable[[int], dict[str, Any]]  # keyword arguments of a call with so many samples
+    inputs: Callable[[int], dict[str, Any]]  # keyword arguments of a call with that number of samples
     two: Mapping[str, int]
     three: Mapping[str, int]
 

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 import autopar
 from autopar import AutoparError, Plan
-from autopar.capture import torch_private
-from autopar.capture.torch_private import part_of
+from autopar.capture import torch_private_ranks
+from autopar.capture.torch_private_ranks import part_of
 from autopar.lower import process_groups
 from autopar.runtime.ranks.faults import watcher
 from autopar.runtime.ranks.world import joined
@@ -212,7 +212,7 @@ def anew_in_one_process() -> bool:
     """The process group ends and starts again twice. Whether Python still writes signals to the watcher's socket."""
     for number in range(3):
         assert joined() is not None
-        rank, size, store = dist.get_rank(), dist.get_world_size(), torch_private.default_store()
+        rank, size, store = dist.get_rank(), dist.get_world_size(), torch_private_ranks.default_store()
         dist.destroy_process_group()
         time.sleep(1.2)  # until the watcher has noticed
         gc.collect()

@@ -105,7 +105,7 @@ def _layers_inside(plan_first: bool, hook: Callable[[nn.Module], None]) -> tuple
 
 
 def hooks_where_stages_meet(plan_first: bool) -> list[float]:
-    """Errors of gradients where hooks change them: of every layer in turn, one of which begins the second stage, and of
+    """Errors of gradients where hooks change them: of every layer in turn (one of them begins the second stage), and of
     the module that both stages run. `plan_first`: the plan knows no hooks."""
 
     def doubled(module: nn.Module, gradients: Any, *_: Any) -> Any:

@@ -259,7 +259,7 @@ class Counted(nn.Module):
 
 
 class TiedAndCounted(nn.Module):
-    """Two layers of which each has its own state, and a head that is tied to the first."""
+    """Two layers with a state each, and a head that is tied to the first."""
 
     def __init__(self) -> None:
         super().__init__()

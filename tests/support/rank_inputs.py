@@ -15,7 +15,7 @@ import autopar
 
 
 class Reads(nn.Module):
-    """Three stages, of which two read the input, and a table that belongs to no sample."""
+    """Three stages (two of them read the input) and a table that belongs to no sample."""
 
     def __init__(self) -> None:
         super().__init__()

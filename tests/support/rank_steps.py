@@ -13,7 +13,7 @@ from rank_cases import MODELS, Job, loss_of, plan_of
 from torch import nn
 
 import autopar
-from autopar.capture import torch_private
+from autopar.capture import torch_private_ranks
 from autopar.runtime.ranks.due import Due
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -54,7 +54,7 @@ def steps_that_differ(model: str, plan: str, what: str, made: str) -> str:
         optimizer.step()
     if what == "value" and own:
         with torch.no_grad():
-            torch_private.part_of(next(iter(pm.parameters()))).add_(0.1)
+            torch_private_ranks.part_of(next(iter(pm.parameters()))).add_(0.1)
     return message_of(lambda: _step(model, pm, x))
 
 
@@ -96,7 +96,7 @@ def copies_that_round_differently() -> tuple[str, list[str]]:
     _step("mlp", pm, x)
     if dist.get_rank() == 1:
         with torch.no_grad():
-            bits = torch_private.part_of(next(iter(pm.parameters()))).view(torch.int64)
+            bits = torch_private_ranks.part_of(next(iter(pm.parameters()))).view(torch.int64)
             bits[0, 0] ^= 1
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -166,7 +166,7 @@ def counted_targets() -> list[float]:
 
 
 def whole_batch_loss() -> list[float]:
-    """A loss of which no part exists: it runs on the outputs of all ranks."""
+    """A loss that does not split into micro-batches: it runs on the outputs of all ranks."""
     original, pm, x = ready(Job("mlp", "chain"), data="per-rank")
     sizes, errors = (5, 3), []
     own = own_rows(sizes)

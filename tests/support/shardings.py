@@ -82,7 +82,7 @@ def staged(
     replicas: Sequence[int],
     **more: Any,
 ) -> Plan:
-    """A pipeline of which stage s is sharded over meshes[s], if there is one, as often as replicas[s] says."""
+    """A pipeline whose stage s is sharded over meshes[s], if there is one, as often as replicas[s] says."""
     keys, stage_of = operator_keys(program), Plan.from_split(split, n_microbatches=2).assign(program)
     stages, used = [], 0
     for s, (mesh, times) in enumerate(zip(meshes, replicas, strict=True)):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.capture.program import module_path
+from autopar.capture.node_names import module_path
 from autopar.capture.repeated_layers.equality import equal, operators_equal
 from cost_models.graphs import get_attribute
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.analysis.blocks import Blocks
 from autopar.analysis.example import Example
-from autopar.capture.program import module_path
+from autopar.capture.node_names import module_path
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import step_work

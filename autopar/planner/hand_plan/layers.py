@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from torch import fx, nn
 
 from autopar.analysis.operators import compute_nodes
-from autopar.capture.program import Program, module_path
+from autopar.capture.node_names import module_path
+from autopar.capture.program import Program
 from autopar.hints.module_paths import ancestors, nearest
 
 
@@ -52,8 +53,10 @@ def layers_of(model: nn.Module, program: Program) -> tuple[str, ...]:
 
 
 def _apart(paths: Sequence[str], nodes: Sequence[fx.Node], reached: set[fx.Node]) -> list[str]:
-    """Those of the modules `paths` between any of which a stage may end. `nodes`: of the program, in order; `reached`:
-    those that read an input of the model."""
+    """The modules among `paths` that may each be the last one of a stage.
+
+    nodes: of the program, in order. reached: those that read an input of the model.
+    """
     numbers: dict[str, list[int]] = {path: [] for path in paths}  # of its own operators that read an input
     for number, node in enumerate(nodes):
         owner = nearest(module_path(node), numbers)

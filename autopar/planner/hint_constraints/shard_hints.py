@@ -16,7 +16,8 @@ from torch import fx, nn
 from autopar.analysis.node_values import observe
 from autopar.analysis.operators import on_device
 from autopar.analysis.rules.table import bind
-from autopar.capture.program import Program, describe
+from autopar.capture.node_names import describe
+from autopar.capture.program import Program
 from autopar.capture.shard_regions import ShardCall
 from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError

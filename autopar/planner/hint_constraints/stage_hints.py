@@ -13,7 +13,8 @@ import networkx as nx
 from torch import fx
 
 from autopar.analysis.operators import compute_nodes, fused_groups, replicable_nodes, unrepeatable_nodes, write_order
-from autopar.capture.program import Program, describe, module_path
+from autopar.capture.node_names import describe, module_path
+from autopar.capture.program import Program
 from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError
 from autopar.hints.module_hints import Hints

@@ -12,7 +12,7 @@ nodes may come along with forward nodes that run early) are the same thing seen 
 
 The least loads of the stages before each cut, by the devices that these take, are a dynamic program from the front; the
 least loads of those after it are one from the back, over the same pairs of cuts. Where all loads must stay below a
-limit, a cut can only come after so many devices that those before it can do the work before it, and those after it the
+limit, the devices before a cut must suffice for the work before it, and the devices after it for the
 rest (`bounds.cut_bounds`). Under a limit hardly above the least possible one these are few cuts for every number of
 devices, and the pairs to look at are those of neighbours:
 

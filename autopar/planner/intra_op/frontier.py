@@ -113,13 +113,17 @@ class _Room:
 
 
 def _passing(in_flight: float) -> Direction:
-    """How much the bytes of `OptionCosts.kinds` count with so many micro-batches in flight."""
+    """The weights of the bytes in `OptionCosts.kinds` with `in_flight` micro-batches in flight."""
     return (1.0, float(in_flight), 0.0)
 
 
 def _needed(point: EnvelopePoint, working: float, in_flight: float, n_stages: int) -> float:
-    """Bytes on each device of one of so many equal stages, with so many micro-batches in flight or as the optimizer
-    steps. Tensors that several operators keep count more than once. `working`: bytes while an operator runs."""
+    """Bytes on each device if the model is cut into `n_stages` equal stages: the more of those with `in_flight`
+    micro-batches in flight, and those while the optimizer steps.
+
+    working: bytes while an operator runs. A tensor that several operators keep is counted for each of them, so that
+    this is slightly too much.
+    """
     return max(point.held(_passing(in_flight)) / n_stages + working, point.held(_STEPPING) / n_stages)
 
 

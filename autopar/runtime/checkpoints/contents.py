@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from autopar.capture import torch_private
+from autopar.capture import torch_private_ranks
 from autopar.errors import InputError
 from autopar.runtime.checkpoints.optimizer_states import SmallStates
 
@@ -81,7 +81,7 @@ def own_copies(entries: Mapping[str, Any]) -> dict[str, Any]:
         if key not in copies or not local.numel():
             new = local.to("cpu", copy=True)
             if isinstance(value, DTensor):
-                mesh = torch_private.mesh_of_host(value.device_mesh)
+                mesh = torch_private_ranks.mesh_of_host(value.device_mesh)
                 new = DTensor.from_local(
                     new, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
                 )

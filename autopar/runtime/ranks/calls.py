@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.batch_proof import OutputCombination
-from autopar.capture import torch_private
+from autopar.capture import torch_private, torch_private_ranks
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.runtime.ranks.agreement import CallAgreement, CallKind, checksum_of
 from autopar.runtime.ranks.executable import RankExecutable
@@ -107,7 +107,7 @@ class RankCalls(CallRunner):
             raise AutoparError(
                 "an earlier call failed on this rank, so that the ranks are out of step; end all and start again"
             )
-        if torch_private.inside_ddp():
+        if torch_private_ranks.inside_ddp():
             raise InputError(
                 "the pipelined module is wrapped in DistributedDataParallel, as Accelerate and transformers' Trainer "
                 "do under torchrun. Its ranks are one model already: use autopar.integrations.PipelinedTrainer or "

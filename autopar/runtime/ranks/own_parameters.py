@@ -44,7 +44,7 @@ def refused_in(loss_fn: LossFunction, parameters: RankParameters) -> Iterator[No
 
 def _error(which: str) -> InputError:
     return InputError(
-        f"{which} reads parameters of the model: on ranks these are DTensors, of which each rank has those of its "
+        f"{which} reads parameters of the model: on ranks these are DTensors, each rank has only those of its "
         "stages, and no sum with a loss of outputs can be made of them. Go back from that part of the loss by itself, "
         "before or after the call, which adds the same gradients: "
         "(0.1 * sum(p.square().sum() for p in pm.parameters())).backward(); or use weight_decay of the optimizer"

@@ -93,7 +93,7 @@ class PlainAttributes:
         self._known = tuple(sorted(found, key=itemgetter(0, 1)))  # an attribute may be removed and set again
 
     def _keep(self, values: Iterable[Any]) -> None:
-        """All but tensors, of which only counts that they are there."""
+        """Keep all values but tensors: the contents of a tensor do not count as a change."""
         self._kept += (value for value in values if not isinstance(value, torch.Tensor))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.program import describe, users_frames
+from autopar.capture.node_names import describe, users_frames
 from autopar.errors import InputError, NotANumberError
 from autopar.runtime.stages.stage_replica import StageReplica
 from autopar.schedule.clock import Phase

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.capture import torch_private
+from autopar.capture import torch_private_ranks
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.ranks.faults.clock import Clock
 from autopar.runtime.ranks.faults.failure import (
@@ -76,7 +76,7 @@ def watch(rank: int, size: int) -> Watcher:
     """Watch the ranks of the default process group, as one of them. Raises InputError for a wrong timeout."""
     global _watcher
     timeout, group = timeout_given(), dist.group.WORLD
-    default = torch_private.default_store()
+    default = torch_private_ranks.default_store()
     if _watcher is None:
         _watch_uncaught_errors()
         atexit.register(lambda: _watcher.stop() if _watcher is not None else None)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from autopar.capture import torch_private
+from autopar.capture import torch_private_ranks
 from autopar.errors import InputError
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.world import World
@@ -117,7 +117,7 @@ class OwnGradientCheck:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return torch_private.part_of(gradient) if isinstance(gradient, DTensor) else gradient
+    return torch_private_ranks.part_of(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def incomplete(what: str) -> InputError:

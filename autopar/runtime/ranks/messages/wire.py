@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.capture import torch_private
-from autopar.capture.module_hooks import Link
+from autopar.capture.module_hooks import BackwardLink
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.ranks.faults.failure import LostRankError, connection_error
 from autopar.runtime.ranks.messages.channels import Channel, Pending
@@ -249,7 +249,7 @@ class Wire(Mailbox):
             return [int(message.get(position) is not None) for position in specs], message
         values = {position: message[position] for position in specs}
         for value in values.values():
-            if isinstance(value, Link):
+            if isinstance(value, BackwardLink):
                 raise InputError(
                     f"module '{value.path}' has a full backward hook, begins in stage {address.sender} and goes on in "
                     f"stage {address.receiver}, on another rank, and the hook needs gradients of both: give hooks to "

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.capture import torch_private
+from autopar.capture import torch_private_ranks
 from autopar.errors import InputError
 
 _COPY = (
@@ -69,7 +69,7 @@ class ModelTables:
                     if before is not None:
                         full = f"{path}.{name}" if path else name
                         after = new[id(before)]
-                        memory = torch_private.memory_of(after) if isinstance(after, DTensor) else None
+                        memory = torch_private_ranks.memory_of(after) if isinstance(after, DTensor) else None
                         entry = _Entry(module, table, name, full, before, after, before.dtype, before, memory)
                         self._entries.append(entry)
         _show((entry, entry.after) for entry in self._entries)
@@ -125,7 +125,7 @@ class ModelTables:
         for entry in self._entries:
             if entry.memory is None or not isinstance(entry.after, DTensor):
                 continue
-            (shown, part), (had_shown, had_part) = torch_private.memory_of(entry.after), entry.memory
+            (shown, part), (had_shown, had_part) = torch_private_ranks.memory_of(entry.after), entry.memory
             if part != had_part:
                 entry.memory = shown, part
             elif shown != had_shown:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.capture import torch_private
+from autopar.capture import torch_private, torch_private_ranks
 from autopar.errors import InputError, PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered
@@ -267,7 +267,7 @@ class RankParameters:
         """A gradient of what the rank stores of a parameter, as autograd adds it to the parameter's."""
         like = self.parameters[key]
         assert isinstance(like, DTensor)
-        return torch_private.part_like(gradient, like)
+        return torch_private_ranks.part_like(gradient, like)
 
     def add_gradient(self, key: int, gradient: torch.Tensor) -> None:
         """Add a gradient of what the rank stores of a parameter to the parameter's `.grad`, as autograd does."""
@@ -277,7 +277,7 @@ class RankParameters:
         if before is None:
             parameter.grad = self.as_stored(key, gradient)
         elif isinstance(before, DTensor) and before.placements == like.placements:
-            torch_private.part_of(before).add_(gradient)
+            torch_private_ranks.part_of(before).add_(gradient)
         else:  # the user's own
             before.add_(self.as_stored(key, gradient))
 
@@ -371,7 +371,7 @@ class RankParameters:
 def _own_part(parameter: torch.Tensor) -> torch.Tensor:
     """What this rank stores of one of its parameters, without history; it shares the parameter's memory."""
     assert isinstance(parameter, DTensor)
-    return torch_private.part_of(parameter)
+    return torch_private_ranks.part_of(parameter)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from weakref import WeakSet
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.capture import torch_private
+from autopar.capture import torch_private_ranks
 from autopar.errors import InputError, warn
 from autopar.runtime.ranks.due import Due
 from autopar.runtime.ranks.faults.failure import names as names_of
@@ -224,7 +224,7 @@ def _checksums(parameter: torch.Tensor) -> torch.Tensor:
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:
     """A rank's copy, in real numbers. A view."""
-    local = torch_private.part_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    local = torch_private_ranks.part_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
     return torch.view_as_real(local) if local.is_complex() else local
 
 

@@ -78,7 +78,8 @@ class Mesh:
 
 def divisors(n: int) -> list[int]:
     """Ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def mesh_shapes(n: int, axes: int) -> list[tuple[int, ...]]:

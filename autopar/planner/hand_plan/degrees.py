@@ -11,6 +11,7 @@ from typing import Any
 from autopar.plan.degrees import ZERO, Degrees
 from autopar.plan.recompute import RECOMPUTE
 from autopar.schedule.builders import SCHEDULES
+from autopar.sharding.mesh import divisors
 
 _INTERLEAVED = "interleaved-1f1b"
 
@@ -152,8 +153,8 @@ def _right(wanted: Degrees, given: Collection[str], limits: Limits) -> str:
     the cut of tensors.
     """
     found = []
-    for tensor in _divisors(limits.n_devices):
-        for pipeline in _divisors(limits.n_devices // tensor):
+    for tensor in divisors(limits.n_devices):
+        for pipeline in divisors(limits.n_devices // tensor):
             data = limits.n_devices // (tensor * pipeline)
             usual = _usual_micro_batch(pipeline, data, limits)
             asked = wanted.micro_batch if "micro_batch" in given else usual
@@ -187,13 +188,8 @@ def _fitting_micro_batch(data: int, asked: int, limits: Limits) -> int | None:
         return None
     if limits.obstacle:
         return limits.batch
-    fitting = [n for n in _divisors(each) if data * n >= min(limits.least, limits.batch)]
+    fitting = [n for n in divisors(each) if data * n >= min(limits.least, limits.batch)]
     return max((n for n in fitting if n <= asked), default=fitting[0])
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 def _number(n: int, what: str) -> str:

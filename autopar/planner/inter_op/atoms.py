@@ -22,6 +22,7 @@ from autopar.errors import InputError
 from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
 from autopar.planner.inter_op.cuts import AtomGraph
+from autopar.planner.inter_op.memory_formula import transient_bytes
 from autopar.planner.inter_op.small_atoms import join_small_atoms
 from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
 from cost_models.memory.optimizer_step import Implementation
@@ -295,7 +296,8 @@ def _layers(
 
 def _transient(operator: OperatorCost) -> float:
     """Bytes while it runs."""
-    return operator.allocated_bytes + operator.output_bytes + operator.gradient_bytes + operator.regathered_bytes
+    own = transient_bytes(operator.allocated_bytes, operator.output_bytes, operator.gradient_bytes)
+    return own + operator.regathered_bytes
 
 
 def _seconds(costs: CostGraph) -> dict[str, float]:

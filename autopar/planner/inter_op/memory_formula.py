@@ -71,6 +71,12 @@ def all_resident(weights: Iterable[Weight], optimizer: str, training: bool) -> R
     return ResidentBytes.sum_of(resident_bytes(weight, optimizer, training) for weight in weights)
 
 
+def transient_bytes(allocated: float, output: float, gradient: float) -> float:
+    """While an operator runs, beside what stays for the backward: what it allocates, its result, and the gradient of
+    that."""
+    return allocated + output + gradient
+
+
 class Activations(NamedTuple, Generic[Bytes]):
     """Bytes of a stage, of any number of samples."""
 

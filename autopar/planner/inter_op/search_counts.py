@@ -52,10 +52,6 @@ def microbatch_counts_ahead(batch: int, most: int, devices: Iterable[int]) -> li
     return sorted(found)
 
 
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def copies_of_pipeline(m: int, counts: Used, width: int) -> list[int]:
     """Numbers of copies of the whole pipeline to search with: powers of two.
 

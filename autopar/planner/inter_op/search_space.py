@@ -30,7 +30,6 @@ from autopar.planner.inter_op.search_counts import (
     MANY_DEVICES,
     copies_of_pipeline,
     counts_in_cluster,
-    divisors,
     halved_counts,
     microbatch_counts_ahead,
 )
@@ -38,6 +37,7 @@ from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.micro_batches import largest_size
+from autopar.sharding.mesh import divisors
 
 # Pairs of a mesh shape and a number of micro-batches up to which a search looks at all of them: for any model, and for
 # one that has few enough cuts to look at all of these, too. Up to the last number, as many as make, times the cuts that

@@ -14,6 +14,7 @@ from autopar.analysis.operators import requires_grad_nodes
 from autopar.costs.operator_cost import Weight
 from autopar.costs.recipe import Recipe
 from autopar.costs.shard_costs import ShardCosts
+from autopar.planner.inter_op.memory_formula import transient_bytes
 from autopar.sharding.local_work import LocalWorks
 from autopar.sharding.strategy_costs import OperatorWithRule, Place, WholeSeconds, with_rule
 from cost_models import Cluster
@@ -106,9 +107,10 @@ class GraphFacts:
         ruled = self.with_rule(node)
         return tuple((ruled.place(place), nbytes) for place, nbytes in self._saved.get(node.name, ()))
 
-    def transient(self, name: str) -> int:
-        """Bytes while an operator runs on one device: what it allocates, its result and the gradient of that."""
-        return self._fresh[name] + self._output[name] * (2 if name in self.trained else 1)
+    def transient(self, name: str) -> float:
+        """Bytes while an operator runs on one device, see `transient_bytes`."""
+        output = self._output[name]
+        return transient_bytes(self._fresh[name], output, output if name in self.trained else 0)
 
     def kept_operands(self, node: fx.Node) -> tuple[tuple[fx.Node, Place], ...]:
         """The operands that an operator keeps for the backward, with their places in its rule.

@@ -13,7 +13,7 @@ from partition_oracle import closed_sets
 
 from autopar.planner.inter_op import cut_tables
 from autopar.planner.inter_op.cut_selection import PartitionResult, cuts_worth_looking_at, refine
-from autopar.planner.inter_op.cut_tables import tables
+from autopar.planner.inter_op.cut_tables import CutBlocks, tables
 from autopar.planner.inter_op.cuts import (
     AtomGraph,
     CyclicGraph,
@@ -64,10 +64,10 @@ def test_tables_along_an_order_are_those_of_any_cuts(seed: int, n: int) -> None:
     weights = random.choice([0.0, 1.0, 5.5], n)
     fields = {"values": values, "transient": weights, "core": weights[::-1], "recomputed": atoms(), "unrepeatable": ()}
     fields |= {name: shared() for name in ("resident", "gradients", "saved", "rebuilt", "once")}
-    found = tables(cuts, **fields)
+    found = tables(CutBlocks(cuts), **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cut_tables, "_is_order", lambda cuts: False)
-        expected = tables(cuts, **fields)
+        expected = tables(CutBlocks(cuts), **fields)
     for name in ("received", "received_gradient", "sent", "tied_gradients", "transient", "core", *fields):
         if name in vars(expected):
             assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9, abs=1e-3), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from partition_oracle import OracleStage, Stages, all_partitions, lacking, objective, problems, stage_time
 
-from autopar.planner.inter_op import needed_devices, partition
+from autopar.planner.inter_op import needed_devices, partition, stage_seconds
 from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.cuts import line_cuts
 from autopar.planner.inter_op.device_kind import DeviceKind
@@ -23,6 +24,7 @@ from autopar.planner.inter_op.solution import Solution
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 from autopar.planner.inter_op.stage_costs import Costs
+from autopar.planner.inter_op.stage_seconds import KnownSeconds
 
 
 def as_oracle(problem: Problem, solution: Solution) -> Stages:
@@ -48,6 +50,37 @@ def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -
     if found is not None:
         assert found.objective == pytest.approx(least, rel=1e-9)
         assert found.bound == found.objective
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(problems(most=4), st.sampled_from([1, 3_000_000]))
+def test_problems_of_one_search_are_solved_as_if_each_were_alone(problem: Problem, most_pairs: int) -> None:
+    """They share the seconds of stages on equal kinds, of which few may be kept at a time."""
+    faster = [dataclasses.replace(kind, latency=0.0, exchange=None, optimizer=None) for kind in problem.kinds]
+    roomier = [dataclasses.replace(kind, memory=math.inf, count=kind.count + 1) for kind in problem.kinds]
+    changes: list[dict[str, Any]] = [
+        {"schedule": "gpipe", "weight": None},
+        {"n_microbatches": problem.n_microbatches + 1, "share": None},
+        {"kinds": tuple(faster)},
+        {"kinds": tuple(roomier)},
+        {"launches": None, "cores": None, "blocks": None},
+        *(
+            {name: 2 * getattr(problem, name)}
+            for name in ("forward", "backward", "once")
+            if vars(problem)[name] is not None
+        ),
+        {"accumulation": None},
+        {"overlapping": None, "cores": None, "blocks": None},
+        {"space": dataclasses.replace(problem.space, gradients=(), stepped=())},
+        {},
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_seconds, "_MOST_PAIRS", most_pairs)
+        for change in changes:
+            one = dataclasses.replace(problem, **change)
+            alone = dataclasses.replace(one, known=KnownSeconds())
+            assert one.known is problem.known
+            assert solve(one) == solve(alone), change
 
 
 @settings(max_examples=examples(60), deadline=None)

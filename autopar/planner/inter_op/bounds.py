@@ -64,7 +64,7 @@ def least_terms(problem: Problem, counts: Sequence[int]) -> LeastTerms:
     """Bounds on all plans on at most `counts` devices. All that is 0 where fills do not count."""
     relaxed, nothing = _Relaxed(problem, counts), np.zeros(1)
     slowest = relaxed.busy(np.array(counts), np.ones((1, problem.n_atoms)), nothing, nothing)
-    cuts, each = problem.space.cuts_as_numbers, relaxed.fill_of_atoms()
+    cuts, each = problem.space.cut_blocks.cuts_as_numbers, relaxed.fill_of_atoms()
     before, after = np.maximum(cuts @ each, 0.0), np.maximum((1 - cuts) @ each, 0.0)
     largest = max(0.0, float(relaxed.rounds * slowest[0] - relaxed.lacking))
     return LeastTerms(largest, float(after[0]), before, after)

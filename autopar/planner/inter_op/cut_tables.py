@@ -90,8 +90,36 @@ class Tables:
         return Activations(self.saved, self.received, self.transient, self.rebuilt, self.core, self.kept, self.block)
 
 
+class CutBlocks:
+    """The blocks of atoms that some cuts separate, and the pairs of these cuts: the same for all spaces over them."""
+
+    def __init__(self, cuts: np.ndarray) -> None:
+        """`cuts`: bool [n_cuts, n]."""
+        over_blocks, self._block_of = _blocks(cuts)
+        self.n_blocks = over_blocks.shape[1]
+        self.touching = (_TouchingAlongOrder if _is_order(over_blocks) else _Touching)(over_blocks)
+        self.pairs = Pairs.of(self.touching.follows)
+        self.cuts_as_numbers = cuts.astype(float)  # a product with it sums over the atoms before each cut
+        self._known: dict[tuple[int, ...], Blocks] = {}  # spaces have their items at the same atoms
+
+    def of(self, atoms: tuple[int, ...]) -> Blocks:
+        """The blocks with any of the atoms."""
+        if atoms not in self._known:
+            self._known[atoms] = frozenset(int(self._block_of[atom]) for atom in atoms)
+        return self._known[atoms]
+
+    def block(self, atom: int) -> int:
+        return int(self._block_of[atom])
+
+    def largest(self, weights: np.ndarray) -> np.ndarray:
+        """For each pair of cuts the largest of the weights [n] of the atoms between them."""
+        of_blocks = np.zeros(self.n_blocks)
+        np.maximum.at(of_blocks, self._block_of, weights)
+        return self.pairs.take(self.touching.largest(of_blocks))
+
+
 def tables(
-    cuts: np.ndarray,
+    cuts: CutBlocks,
     *,
     values: Sequence[Value],
     resident: Sequence[Shared],
@@ -114,25 +142,22 @@ def tables(
 
     O(n_cuts^2 x (items over several blocks of atoms that no cut separates)) operations.
     """
-    over_blocks, block_of = _blocks(cuts)
-    n_blocks, nothing = over_blocks.shape[1], np.zeros(cuts.shape[1])
-    touching = (_TouchingAlongOrder if _is_order(over_blocks) else _Touching)(over_blocks)
-    pairs = Pairs.of(touching.follows)
+    touching, pairs, nothing = cuts.touching, cuts.pairs, np.zeros_like(transient)
 
     def weighed(weights: Mapping[Blocks, tuple[float, ...]]) -> list[np.ndarray]:
         return [pairs.take(table) for table in touching.weigh(weights)]
 
     def shared(items: Sequence[Shared]) -> np.ndarray:
-        return weighed(_grouped((_block_set(block_of, item.atoms), (item.nbytes,)) for item in items))[0]
+        return weighed(_grouped((cuts.of(item.atoms), (item.nbytes,)) for item in items))[0]
 
     def any_of(atoms: Iterable[int]) -> np.ndarray:
-        blocks = _block_set(block_of, atoms)
+        blocks = cuts.of(tuple(atoms))
         if not blocks:
             return np.zeros(len(pairs.start), dtype=bool)
         return weighed({frozenset({block}): (1.0,) for block in blocks})[0] > 0.5
 
     def moved(sent: Sequence[Value]) -> _Traffic:
-        return _Traffic(*(pairs.take(table) for table in _traffic(touching, block_of, sent)))
+        return _Traffic(*(pairs.take(table) for table in _traffic(cuts, sent)))
 
     traffic = across = moved(values)
     if lane and any(value.copies > 1 for value in values):
@@ -146,17 +171,15 @@ def tables(
         sent=traffic.sent,
         resident=shared(resident),
         gradients=shared(gradients),
-        tied_gradients=pairs.take(_tied(touching, block_of, gradients)),
+        tied_gradients=pairs.take(_tied(cuts, gradients)),
         saved=shared(saved),
-        transient=pairs.take(touching.largest(_block_maximum(block_of, transient, n_blocks))),
+        transient=cuts.largest(transient),
         once=shared(once),
-        stepped=StepShare(*weighed(_grouped((_block_set(block_of, s.atoms), s.share) for s in stepped)))
-        if stepped
-        else None,
+        stepped=StepShare(*weighed(_grouped((cuts.of(s.atoms), s.share) for s in stepped))) if stepped else None,
         rebuilt=shared(rebuilt),
-        core=pairs.take(touching.largest(_block_maximum(block_of, nothing if core is None else core, n_blocks))),
+        core=cuts.largest(nothing if core is None else core),
         kept=shared(kept),
-        block=pairs.take(touching.largest(_block_maximum(block_of, nothing if block is None else block, n_blocks))),
+        block=cuts.largest(nothing if block is None else block),
         layered=any_of(layered),
         must_recompute=any_of(recomputed),
         must_as_one=any_of(outside),
@@ -164,9 +187,10 @@ def tables(
     )
 
 
-def _tied(touching: _Touching, block_of: np.ndarray, gradients: Sequence[Shared]) -> np.ndarray:
+def _tied(cuts: CutBlocks, gradients: Sequence[Shared]) -> np.ndarray:
     """Bytes of the items that a stage has some of the atoms of, but not all."""
-    several = _grouped((_block_set(block_of, item.atoms), (item.nbytes,)) for item in gradients)
+    touching = cuts.touching
+    several = _grouped((cuts.of(item.atoms), (item.nbytes,)) for item in gradients)
     several = {blocks: weight for blocks, weight in several.items() if len(blocks) > 1}
     if not several:
         return np.zeros(touching.follows.shape)
@@ -183,7 +207,7 @@ class _Traffic(NamedTuple):
     sent: np.ndarray
 
 
-def _traffic(touching: _Touching, block_of: np.ndarray, values: Sequence[Value]) -> _Traffic:
+def _traffic(cuts: CutBlocks, values: Sequence[Value]) -> _Traffic:
     """A stage receives a value where it has a reader and not the producer, and sends one where it has the producer and
     not all readers:
 
@@ -193,7 +217,7 @@ def _traffic(touching: _Touching, block_of: np.ndarray, values: Sequence[Value])
     # Value -> (bytes forward, bytes backward, 1 if it goes forward, 1 if it goes backward).
     weights = _grouped(
         (
-            (int(block_of[v.producer]), _block_set(block_of, v.consumers) - {int(block_of[v.producer])}),
+            (cuts.block(v.producer), cuts.of(v.consumers) - {cuts.block(v.producer)}),
             (v.nbytes, v.grad_nbytes, float(v.nbytes > 0), float(v.grad_nbytes > 0)),
         )
         for v in values
@@ -201,6 +225,7 @@ def _traffic(touching: _Touching, block_of: np.ndarray, values: Sequence[Value])
     weights = {key: weight for key, weight in weights.items() if key[1]}
     family = _grouped((readers | {producer}, weight) for (producer, readers), weight in weights.items())
     alone = _grouped((frozenset({producer}), weight) for (producer, _), weight in weights.items())
+    touching = cuts.touching
     shape = touching.follows.shape
     with_any = touching.weigh(family) if family else np.zeros((4, *shape))
     with_producer = touching.weigh(alone or {frozenset({0}): (0.0, 0.0, 0.0, 0.0)})
@@ -222,16 +247,6 @@ def _blocks(cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rows = packed.view(np.dtype((np.void, packed.shape[1]))).ravel()
     _, first, block_of = np.unique(rows, return_index=True, return_inverse=True)
     return cuts[:, first], block_of.ravel()
-
-
-def _block_set(block_of: np.ndarray, atoms: Iterable[int]) -> Blocks:
-    return frozenset(int(block_of[atom]) for atom in atoms)
-
-
-def _block_maximum(block_of: np.ndarray, weights: np.ndarray, n_blocks: int) -> np.ndarray:
-    largest = np.zeros(n_blocks)
-    np.maximum.at(largest, block_of, weights)
-    return largest
 
 
 def _grouped(items: Iterable[tuple[_Key, tuple[float, ...]]]) -> dict[_Key, tuple[float, ...]]:

@@ -15,7 +15,7 @@ On a line of atoms the cuts are its prefixes and a stage is an interval.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +26,7 @@ from autopar.planner.inter_op.checks import check, check_costs
 from autopar.planner.inter_op.cut_tables import Tables
 from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.space import Space
+from autopar.planner.inter_op.stage_seconds import KnownSeconds, OneKind, StageSeconds
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Problem:
     sends_behind: bool = False  # whether transfers run behind the passes of other micro-batches
     chunks: int = 1  # stages of each device (interleaved); a device then counts as this many, without replicas
     share: float | None = None  # of the batch's bytes that a micro-batch has; default 1 / n_microbatches
+    known: KnownSeconds = field(default_factory=KnownSeconds, repr=False, compare=False)  # shared with other problems
 
     def __post_init__(self) -> None:
         n = self.space.n_atoms
@@ -136,8 +138,8 @@ class Problem:
             check(kind.count >= 1, f"kind {kind.name!r} must have at least 1 device, got {kind.count}")
             check(kind.width >= 1, f"kind {kind.name!r}: a replica has at least 1 device, got {kind.width}")
             check(kind.memory >= 0, f"kind {kind.name!r}: memory must be a number of bytes >= 0, got {kind.memory}")
-            for field in ("latency", "seconds_per_byte", "reduce_seconds_per_byte", "send_seconds_per_byte"):
-                check_costs(f"kind {kind.name!r}: {field}", getattr(kind, field))
+            for name in ("latency", "seconds_per_byte", "reduce_seconds_per_byte", "send_seconds_per_byte"):
+                check_costs(f"kind {kind.name!r}: {name}", getattr(kind, name))
             same = kind.space is None or kind.space.cuts is self.space.cuts
             check(same, f"kind {kind.name!r}: its space has other cuts")
         check(set(self.pools) == set(range(len(set(self.pools)))), f"pools must be 0, 1, .., got {self.pools}")
@@ -192,6 +194,30 @@ class Problem:
     def tables(self, kind: int) -> Tables:
         """Every quantity of a stage on devices of a kind, for all pairs of cuts."""
         return (self.kinds[kind].space or self.space).tables
+
+    def seconds_of(self, kind: int) -> StageSeconds:
+        """Seconds of stages on devices of a kind."""
+        launches, overlapping, captured = self.launches, self.overlapping, self.captured
+        return self.known.of(
+            OneKind(
+                self.kinds[kind],
+                self.kinds[kind].space or self.space,
+                self.forward[kind],
+                self.backward[kind],
+                None if self.weight is None else self.weight[kind],
+                None if self.once is None else self.once[kind],
+                None if self.accumulation is None else self.accumulation[kind],
+                None if captured is None else PassSeconds(*(of[kind] for of in captured.each)),
+                frozenset() if captured is None else captured.modes,
+                None if launches is None else PassSeconds(*(of[kind] for of in launches.each)),
+                0.0 if launches is None else float(launches.start[kind]),
+                None if overlapping is None else PassSeconds(*(of[kind] for of in overlapping.network)),
+                None if overlapping is None else Behind(*(of[kind] for of in overlapping.behind)),
+                overlapping is not None and overlapping.reductions,
+                None if self.cores is None else CoreSeconds(*(of[kind] for of in self.cores)),
+                None if self.blocks is None else CoreSeconds(*(of[kind] for of in self.blocks)),
+            )
+        )
 
     @cached_property
     def least_work(self) -> np.ndarray:

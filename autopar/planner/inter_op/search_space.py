@@ -35,6 +35,7 @@ from autopar.planner.inter_op.search_counts import (
 )
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared
+from autopar.planner.inter_op.stage_seconds import KnownSeconds
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.micro_batches import largest_size
 from autopar.sharding.mesh import divisors
@@ -87,6 +88,7 @@ class SearchSpace:
         self.all_shapes = meshes is None or sum(map(meshes.n_shapes, self.counts)) <= self._most_shapes()
         self.schedules = self._schedules()
         self.most_replicas = options.max_replicas or len(costs.groups)
+        self._known_seconds = KnownSeconds()
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
         self._known_kinds: dict[tuple[int, int], DeviceKind] = {}
         self._known_counts: dict[tuple[int, int, int], bool] = {}
@@ -133,6 +135,7 @@ class SearchSpace:
             sends_behind=costs.overlap.sends and behind,
             chunks=chunks,
             share=largest_size(costs.batch_size, m) / costs.batch_size,  # of the largest micro-batch
+            known=self._known_seconds,
         )
 
     def add_meshes(self, m: int, widths: Sequence[int], *, every_shape: bool = False) -> None:
@@ -287,9 +290,9 @@ class SearchSpace:
 
     def _configured_space(self, space: Space, configuration: str) -> Space:
         if space is not self._space:  # cuts near one plan, which no other problem has
-            return self._space_of(space.cuts, configuration)
+            return self._space_of(space.cuts, configuration, space)
         if configuration not in self._configured:
-            self._configured[configuration] = self._space_of(space.cuts, configuration)
+            self._configured[configuration] = self._space_of(space.cuts, configuration, space)
         return self._configured[configuration]
 
     def _cores(self, times: Sequence[AtomTimes]) -> CoreSeconds[np.ndarray] | None:
@@ -312,7 +315,7 @@ class SearchSpace:
             self._known_times[key] = atom_times(self.costs, self.atoms, kind, busy, rows)
         return self._known_times[key]
 
-    def _space_of(self, cuts: np.ndarray, configuration: str = "") -> Space:
+    def _space_of(self, cuts: np.ndarray, configuration: str = "", alike: Space | None = None) -> Space:
         costs, atoms = self.costs, self.atoms.of(configuration)
         mesh = costs.configuration.get(configuration)
         lane = 0.0
@@ -321,6 +324,7 @@ class SearchSpace:
         held = [(s.atoms, resident_bytes(w, self.options.optimizer, costs.training)) for s, w in atoms.parameters]
         return Space(
             cuts=cuts,
+            alike=alike,
             values=atoms.values,
             lane=lane,
             resident=tuple(Shared(one.total, readers) for readers, one in held),

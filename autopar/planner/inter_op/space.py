@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.planner.inter_op.checks import check, check_costs
-from autopar.planner.inter_op.cut_tables import Tables, tables
+from autopar.planner.inter_op.cut_tables import CutBlocks, Tables, tables
 from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
 
 
@@ -38,6 +38,7 @@ class Space:
     outside: tuple[int, ...] = ()  # those of them that are not in layers that run again one by one
     unrepeatable: tuple[int, ...] = ()  # atoms whose stage may not
     lane: float = 0.0  # s per byte between nodes, for values that several devices of a node hold alike
+    alike: Space | None = None  # over the same cuts, so that what depends on these alone is computed once for both
 
     def __post_init__(self) -> None:
         check(self.cuts.ndim == 2 and self.cuts.dtype == np.bool_, "cuts must be an array of bool [n_cuts, n]")
@@ -55,6 +56,7 @@ class Space:
         for index, value in enumerate(self.values):
             inside = all(0 <= atom < n for atom in (value.producer, *value.consumers))
             check(inside, f"values[{index}] names an atom outside 0..{n - 1}: {value}")
+        check(self.alike is None or self.alike.cuts is self.cuts, "a space that is alike has other cuts")
         check(self.core is None or self.core.shape == (n,), f"core must have shape {(n,)}")
         check(self.block is None or self.block.shape == (n,), f"block must have shape {(n,)}")
         for name in ("resident", "gradients", "saved", "once", "rebuilt", "kept"):
@@ -72,15 +74,14 @@ class Space:
         return int(self.cuts.shape[1])
 
     @cached_property
-    def cuts_as_numbers(self) -> np.ndarray:
-        """0 or 1, [n_cuts, n]: a product with it sums over the atoms before each cut."""
-        return self.cuts.astype(float)
+    def cut_blocks(self) -> CutBlocks:
+        return CutBlocks(self.cuts) if self.alike is None else self.alike.cut_blocks
 
     @cached_property
     def tables(self) -> Tables:
         """Every quantity of a stage, by pair of cuts."""
         return tables(
-            self.cuts,
+            self.cut_blocks,
             values=self.values,
             lane=self.lane,
             resident=self.resident,

@@ -17,7 +17,6 @@ from autopar.planner.inter_op.cut_tables import Tables
 from autopar.planner.inter_op.memory_formula import activation_bytes
 from autopar.planner.inter_op.needed_devices import NeededDevices, Needs
 from autopar.planner.inter_op.problem import Problem
-from autopar.planner.inter_op.stage_seconds import StageSeconds
 from autopar.planner.inter_op.stage_tables import Mode, Needless, Stages, Terms, WantedStages
 from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
 
@@ -40,7 +39,6 @@ class Costs:
     def __init__(self, problem: Problem, counts: tuple[int, ...], extra_memory: float = 0.0) -> None:
         """`extra_memory`: bytes added to every device, to find out how much is lacking."""
         self.problem = problem
-        self._seconds = StageSeconds(problem)
         self.counts = counts
         self._extra = extra_memory
         widths = problem.widths(counts)
@@ -57,6 +55,7 @@ class Costs:
             for recompute in self._recompute()
         ]
         self._pairs = problem.space.tables.pairs
+        self._seconds = {kind: problem.seconds_of(kind) for kind in dict.fromkeys(mode.kind for mode in self.modes)}
         self._known_terms: dict[tuple[Mode, Lane, bool], Terms] = {}
         self.terms: dict[Mode, Terms] = {}
         for mode in self.modes:
@@ -130,11 +129,11 @@ class Costs:
 
     def max_term(self, mode: Mode, replicas: int) -> np.ndarray:
         """p_s in seconds, [n_pairs]."""
-        terms = self.terms_of(mode, replicas)
+        terms, seconds = self.terms_of(mode, replicas), self._seconds[mode.kind]
         passes = self._rounds(replicas) * terms.each_more + terms.delayed
         if self.problem.accumulation is not None and not self._lacks_in_fill(replicas):
-            passes = np.maximum(passes - self.problem.chunks * self._seconds.lacking(mode), 0.0)
-        return passes + self._seconds.reduced(mode.kind, replicas) + self._seconds.once(mode.kind)
+            passes = np.maximum(passes - self.problem.chunks * seconds.lacking(mode.recompute), 0.0)
+        return passes + seconds.reduced(replicas) + seconds.once
 
     def _rounds(self, replicas: int) -> int:
         """Micro-batches of a replica after its first; of a device, pairs of a stage and a micro-batch."""
@@ -241,7 +240,7 @@ class Costs:
         """`lacks`: see `_lacks_in_fill`."""
         problem, tables = self.problem, self.problem.tables(mode.kind)
         kind, share = problem.kinds[mode.kind], problem.bytes_share
-        forward, backward, weight = self._seconds.passes(mode.kind, mode.recompute)
+        forward, backward, weight = self._seconds[mode.kind].passes(mode.recompute)
         overhead = problem.overhead_of(mode.recompute)
         back = backward + (problem.n_actions - 1) * overhead + (forward if mode.recompute == Recompute.STAGE else 0.0)
         there = forward + overhead + kind.send_seconds_per_byte * share * tables.sent
@@ -262,7 +261,7 @@ class Costs:
             delayed = np.minimum(2 * (weight + overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
         if lacks and problem.accumulation is not None and problem.sum_counts:
-            fill = fill - self._seconds.lacking(mode)
+            fill = fill - self._seconds[mode.kind].lacking(mode.recompute)
         in_flight, working = activation_bytes(tables.activations, mode.recompute)
         once = tables.resident + share * working
         possible = np.where(_allowed(tables, mode.recompute), fill, math.inf)

@@ -257,7 +257,8 @@ def bytes_of_passes(problem: Problem, stage: OracleStage, held: int, arriving: f
     return float(once + held * (share * (saved + arriving)))
 
 
-def objective(problem: Problem, stages: Stages) -> float:
+def objective(problem: Problem, stages: Stages, before: frozenset[int] = frozenset()) -> float:
+    """`before`: atoms of stages before these."""
     total, slowest, m = 0.0, 0.0, problem.n_microbatches
     for stage in stages:
         time = stage_time(problem, stage)
@@ -280,8 +281,16 @@ def objective(problem: Problem, stages: Stages) -> float:
             total -= lacking_accumulation(problem, stage) if problem.sum_counts else 0.0
         else:
             passes = max(0.0, passes - lacking_accumulation(problem, stage))
-        slowest = max(slowest, passes + reduction)
+        slowest = max(slowest, passes + max(0.0, reduction - meanwhile(problem, stage, before)))
+        before |= stage.atoms
     return total + slowest
+
+
+def meanwhile(problem: Problem, stage: OracleStage, before: frozenset[int]) -> float:
+    """The last backward of the atoms `before` a stage, as one stage of its kind."""
+    if problem.weight is not None or problem.chunks > 1 or not problem.sum_counts or not before:
+        return 0.0
+    return pass_times(problem, replace(stage, atoms=before, recompute=Recompute.NONE))[1]
 
 
 def lacking_accumulation(problem: Problem, stage: OracleStage) -> float:

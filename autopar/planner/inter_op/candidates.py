@@ -208,7 +208,7 @@ class Searching(SearchSpace):
             if candidate.timeline.step_time > fastest * (1 + _MOVED):
                 break
             most = _ROUNDS_MOVED * len(candidate.arrangement.stages)
-            if config.chunks * config.copies > 1 or not 1 < config.n_microbatches < most:
+            if config.chunks * config.copies > 1 or config.n_microbatches >= most:
                 continue
             # Adding up the stages of one of them takes about as long as simulating half as many actions as operators.
             each = candidate.solution.n_actions(config.n_microbatches) + len(self.costs.graph) // 2

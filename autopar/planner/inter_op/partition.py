@@ -7,13 +7,15 @@ w_s = 0 for other schedules):
 
     T = sum_s f_s + max_s p_s
     f_s = t_s - d_s,   d_s = min(2 w_s, t_s)                       time of the first micro-batch
-    p_s = (ceil(m / r_s) - 1) u_s + d_s + reduction(r_s, gradient bytes_s) + o_s
+    p_s = (ceil(m / r_s) - 1) u_s + d_s - a_s + max(0, reduction(r_s, gradient bytes_s) + o_s - b_s)
     t_s = forward and backward of its atoms, forward twice if it recomputes, + overhead of its 2 actions
           + latency + bytes x seconds_per_byte of its lane, for each direction of its incoming values with bytes
     u_s = t_s, or where transfers run behind the passes of other micro-batches, the longer of passes and transfers:
           of its forward and of its backward under gpipe, of both together under other schedules
-    o_s = what happens once a step: collectives of its mesh, gradients of parameters that another stage has, too, less
-          the accumulation of gradients, which the first micro-batch of a replica lacks (with m <= r_s, f_s lacks it)
+    a_s = accumulation of gradients, which the first micro-batch of a replica lacks (with m <= r_s, f_s lacks it)
+    o_s = what happens once a step: collectives of its mesh, gradients of parameters that another stage has, too, and
+          the optimizer's step
+    b_s = the backward of all atoms before the stage, on its kind of devices, which runs meanwhile; 0 if it is split
 
 With equal stages that is (m + p - 1) t for GPipe and 1F1B, and m t + (p - 1)(F + I - W) for ZB-H1. With v stages on a
 device (interleaved 1F1B) every device counts as v of them, f_s = t_s / v and p_s = (m v - 1) t_s: (m v + p - 1) t with

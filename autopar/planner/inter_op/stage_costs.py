@@ -133,7 +133,10 @@ class Costs:
         passes = self._rounds(replicas) * terms.each_more + terms.delayed
         if self.problem.accumulation is not None and not self._lacks_in_fill(replicas):
             passes = np.maximum(passes - self.problem.chunks * seconds.lacking(mode.recompute), 0.0)
-        return passes + seconds.reduced(replicas) + seconds.once
+        after = seconds.reduced(replicas) + seconds.once
+        if self.problem.sum_counts and self.problem.chunks == 1:
+            after = np.maximum(after - seconds.meanwhile, 0.0)
+        return passes + after
 
     def _rounds(self, replicas: int) -> int:
         """Micro-batches of a replica after its first; of a device, pairs of a stage and a micro-batch."""

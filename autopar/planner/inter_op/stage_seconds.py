@@ -131,6 +131,16 @@ class StageSeconds:
         own = tables.once + kind.exchanged(Gradients(tables.tied_gradients)) + kind.stepped(tables)
         return np.asarray(own if self.of.once is None else own + self._between(self.of.once))
 
+    @cached_property
+    def meanwhile(self) -> np.ndarray:
+        """Seconds that earlier stages still run backwards when a stage is through, [n_pairs], as if one stage on this
+        kind had all their atoms. Backwards in two parts end everywhere at about the same time."""
+        if self.of.weight is not None:
+            return np.zeros(self.n_pairs)
+        first, before = self._pairs.start == 0, np.zeros(len(self._pairs.number))
+        before[self._pairs.stop[first]] = self.passes().backward[first]
+        return np.asarray(before[self._pairs.start])
+
     def _not_hidden(self, replicas: int, reduction: np.ndarray) -> np.ndarray:
         """What adding up gradients over replicas takes longer, with the collectives of a mesh, than the passes that
         these run behind. `reduction`: s for it alone."""

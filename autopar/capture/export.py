@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import re
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture import torch_private
+from autopar.capture.module_paths import ModulePaths, running_module
 from autopar.capture.module_state import TORCHS_OWN, Generators, unchanged
 from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.capture.uncaptured_trace import RefusedError
@@ -93,14 +93,10 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @contextlib.contextmanager
 def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
     """Inside, watch the model being traced; on leaving, warn of plain attributes that its code assigns, and of lists,
-    dicts and sets that it changes. Yields their paths.
-
-    Export restores such attributes after tracing, and the captured graph does not assign them again. Containers are
-    restored here: they would keep values that exist in the trace only.
-    """
+    dicts and sets that it changes: the captured graph does not do that again. Yields their paths."""
     # Skip torch's own modules: they keep private lists of their parameters, which export swaps.
     users = [(name, m) for name, m in model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
-    paths = {id(module): name for name, module in users}
+    paths = ModulePaths(users)
     assigned: set[str] = set()
     original = nn.Module.__setattr__
     containers = [
@@ -111,9 +107,10 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
     ]
 
     def recording_setattr(self: nn.Module, name: str, value: Any) -> None:
-        known = name in self._parameters or name in self._buffers or name in self._modules
-        if id(self) in paths and not known and not _same(vars(self).get(name, self), value):
-            assigned.add(f"{paths[id(self)]}.{name}".lstrip("."))
+        path, own = paths.of(self), vars(self)
+        known = path is None or any(name in own[table] for table in ("_parameters", "_buffers", "_modules"))
+        if not known and not _same(own.get(name, self), value):
+            assigned.add(f"{path}.{name}".lstrip("."))
         original(self, name, value)
 
     nn.Module.__setattr__ = recording_setattr  # type: ignore[method-assign]
@@ -124,8 +121,6 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
         for path, value, before in containers:
             if not unchanged((value, before), value):
                 assigned.add(path)
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(before)
     if assigned:
         warn(
             f"forward assigns {', '.join(sorted(assigned))}, but a captured model does not change attributes; "
@@ -144,7 +139,7 @@ def warn_of_out_arguments(model: nn.Module) -> Iterator[None]:
     class OutWatcher(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if kwargs and kwargs.get("out") is not None and not writers:
-                module = _running_module(model)
+                module = running_module(model)
                 writers.extend([module or "(root)"] if module is not None else [])
             return func(*args, **(kwargs or {}))
 
@@ -169,7 +164,7 @@ def refused_effects(model: nn.Module) -> Iterator[None]:
                 why = f"calls {func.__name__}() on a tensor, which a captured graph loses"
             elif kwargs and kwargs.get("generator") is not None:
                 why = f"draws with {func.__name__}(generator=...), which a captured graph loses"
-            path = _running_module(model) if why else None
+            path = running_module(model) if why else None
             if path is not None:
                 raise RefusedError(f"module '{path or '(root)'}' {why}; do that outside of the model", path, why)
             return func(*args, **(kwargs or {}))
@@ -191,17 +186,6 @@ def warn_of_other_generators() -> Iterator[None]:
             f"forward draws random numbers from {moved}, and a captured model repeats for ever what followed from the "
             "first ones; draw them with torch, or outside of the model"
         )
-
-
-def _running_module(model: nn.Module) -> str | None:
-    """The path of the innermost module of the model whose code runs."""
-    paths = {id(module): name for name, module in model.named_modules()}
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # `self`, whatever its name
-        if id(owner) in paths:
-            return paths[id(owner)]
-    return None
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -347,17 +331,16 @@ def _refused(model: nn.Module, error: BaseException) -> RefusedError:
     """`error` of torch.export as an error that names the module, the line and what to change."""
     if isinstance(error, RefusedError):
         return error
-    paths = {id(module): name for name, module in model.named_modules()}
+    paths = ModulePaths(model.named_modules())
     where, line = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # `self`, whatever its name
-        if id(owner) in paths and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl"):
-            where, line = paths[id(owner)], f"{frame.f_code.co_filename}:{number}"
+        path = paths.of_frame(frame)
+        if path is not None and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl"):
+            where, line = path, f"{frame.f_code.co_filename}:{number}"
     text = str(error)
     if not where:  # export found out only after the module had run
         named = re.search(r"model attribute: ([\w.]+)\.\w+", text)
-        where = named[1] if named and named[1] in paths.values() else ""
+        where = named[1] if named and named[1] in dict(model.named_modules()) else ""
     if "data-dependent" in text or "DataDependent" in type(error).__name__ or "unbacked" in text:
         advice = "control flow depends on a tensor's values; use torch.where or torch.cond, or decide outside the model"
     elif "in output, which is not a known type" in text:

@@ -14,6 +14,11 @@ from torch import nn
 _CONTAINERS = (list, dict, set)
 
 
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, under all of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
 def _own(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are not torch's own, and not computed for every call (by weight_norm, from
     `weight_g`; by spectral_norm, from `weight_orig`)."""
@@ -57,6 +62,16 @@ class Attributes:
                     value.clear()
                     value.update(content)
                 module.__dict__[name] = value
+
+
+@contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """On leaving, the attributes of all modules are what they were."""
+    attributes = Attributes(list(model.modules()))
+    try:
+        yield
+    finally:
+        attributes.restore()
 
 
 def unchanged(before: tuple[Any, Any], now: Any) -> bool:

@@ -35,7 +35,7 @@ from autopar.capture.export import (
     warn_of_out_arguments,
 )
 from autopar.capture.layers import repeated_layers
-from autopar.capture.module_state import Attributes, Generators
+from autopar.capture.module_state import Generators, attributes_restored
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.parameter_writes import assignments_refused, refusal, unseen_write, written_parameter
 from autopar.capture.rehearsal import WRITES_INPUT
@@ -289,12 +289,11 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
         except RefusedError as refused:
             raise CaptureError(str(refused)) from refused.__cause__
     opaque, first = Opaque(), None
-    attributes, generators = Attributes(list(call.model.modules())), Generators()
+    generators = Generators()
     while True:
         try:
             return _traced(call, opaque, equal_layers_once and not opaque)
         except RefusedError as refused:
-            attributes.restore()  # what the code assigned until a tracer refused it
             generators.restore_others()
             following = opaque.after(refused, call.model)
             if following is None:
@@ -303,7 +302,6 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
             log.info("%s; it will run uncaptured", refused)
             opaque, first = following, first or refused
         except RehearsalError as error:
-            attributes.restore()
             raise CaptureError(f"{first}; {error}") from error
         parts = [call.model.get_submodule(path) for path in opaque.reasons]
         # Later rooms know batch norm as a module of its own, which symbolic_trace leaves in the graph.
@@ -311,7 +309,6 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
         if norms or ("" in opaque.reasons and _changes_nothing(call, opaque)):
             with contextlib.suppress(RefusedError):
                 return _traced(call, Opaque(), False, "symbolic_trace")
-            attributes.restore()
 
 
 def _changes_nothing(call: _Call, whole: Opaque) -> bool:
@@ -333,6 +330,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         dims = dims if calls.rehearsal.any_batch else [None] * len(dims)
     once = equal_layers_traced_once(model) if equal_layers_once else contextlib.nullcontext()
     with (
+        attributes_restored(model),
         module_hooks.marked(model, inside(model, opaque)) as marks,
         warn_of_assignments(model) as assigned,
         warn_of_out_arguments(model),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import fx, nn
 
 from autopar.capture import torch_private
 from autopar.capture.held_tensors import HeldTensors
+from autopar.capture.module_paths import ModulePaths, running_module
 from autopar.capture.parameter_writes import ParameterWriteError
 from autopar.capture.rehearsal import (
     CallNames,
@@ -85,13 +85,15 @@ class Opaque:
         """More parts, after a tracer refused with these; None if there are none left."""
         if refused.functions and not self.functions:
             return replace(self, functions=True)
-        path = refused.path
+        # A module may have several names, and one of them counts.
+        paths = ModulePaths(model.named_modules())
+        path = first = paths.of(model.get_submodule(refused.path)) or ""
         while path in self.reasons:
             if not path:
                 return None
             path = path.rpartition(".")[0]
         alike = [path] if not path else _alike(model, path)
-        why = self.reasons.get(refused.path, refused.short)  # why the part inside was refused at first
+        why = self.reasons.get(first, refused.short)  # why the part inside was refused at first
         reasons = {**self.reasons, **{p: why for p in alike if p not in self.reasons}}
         return replace(self, reasons={p: why for p, why in reasons.items() if not _has_ancestor(p, reasons)})
 
@@ -197,7 +199,7 @@ class _Tracer:
     def __init__(self, model: nn.Module, calls: OpaqueCalls, dims: Sequence[int | None]) -> None:
         self.results: dict[str, Callable[[], list[torch.Tensor]]] = {}
         self._calls, self._dims, self._names = calls, dims, CallNames()
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._model = model
         self._samples: Any = None  # symbolic, where the batch may have any size
 
     def start(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -215,19 +217,8 @@ class _Tracer:
         return self._call(path, path, type(module), held, args, kwargs)
 
     def function_call(self, cls: type, apply: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        path = self._enclosing_module()
+        path = running_module(self._model) or ""
         return self._call(function_subject(cls), path, cls, None, args, kwargs)
-
-    def _enclosing_module(self) -> str:
-        """The path of the innermost module whose code runs."""
-        frame = inspect.currentframe()
-        while frame is not None:
-            code = frame.f_code
-            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if id(owner) in self._paths and isinstance(owner, nn.Module):
-                return self._paths[id(owner)]
-            frame = frame.f_back
-        return ""
 
     def _call(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import TwoTowers, UNet, assert_same_outputs, bert, gpt2, mlp, ragged_mask, tokens
+from tied_models import CountingLinear, SharedModules
 from torch import fx, nn
 
 import autopar
@@ -249,6 +250,18 @@ def test_a_model_that_remembers_calls_in_plain_attributes_is_refused_or_warned_o
             said = str(error)
     assert name in said
     assert (model.calls, model.last) == (0, None)
+
+
+def test_modules_with_several_names_are_captured_by_export_and_watched_under_each() -> None:
+    model, x = SharedModules(CountingLinear), torch.randn(3, 12)
+    names = {id(p): name for name, p in model.named_parameters()}
+    with pytest.warns(AutoparWarning, match="forward assigns entry.calls, but"):
+        program = capture(model, (x,), {})
+    assert {node.op for node in program.graph.nodes} == {"placeholder", "get_attr", "call_function", "output"}
+    read = [get_attribute(program.graph_module, str(n.target)) for n in program.graph.find_nodes(op="get_attr")]
+    assert sorted(names[id(p)] for p in read) == sorted(names.values())
+    assert model.entry.calls == 0
+    assert_same_outputs(program.graph_module(x)[0], model(x))
 
 
 @pytest.mark.parametrize("rows", [1, 3])

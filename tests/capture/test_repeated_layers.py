@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+from tied_models import SharedModules
 from torch import fx, nn
 from torch.nn import functional
 
@@ -132,6 +134,23 @@ def test_layers_traced_once_compute_what_each_traced_layer_computes() -> None:
     model, x = Stack(5), torch.randn(4, WIDTH)
     program = capture(model, (x,), {}, trace_equal_layers_once=True)
     assert calls(program.graph) == calls(capture(copy.deepcopy(model), (x,), {}).graph)
+    torch.testing.assert_close(program.graph_module(x)[0], model(x))
+
+
+def stack_with_a_tied_weight() -> Stack:
+    model = Stack(4)
+    model.blocks[3].linear.weight = model.blocks[0].linear.weight
+    return model
+
+
+@pytest.mark.parametrize("build", [SharedModules, stack_with_a_tied_weight])
+def test_layers_traced_once_read_their_own_parameters_where_layers_share_some(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    x = torch.randn(4, next(model.parameters()).shape[-1])
+    program = capture(model, (x,), {}, trace_equal_layers_once=True)
+    traced = capture(copy.deepcopy(model), (x,), {})
+    assert calls(program.graph) == calls(traced.graph)
+    assert len(program.graph.find_nodes(op="get_attr")) == len(traced.graph.find_nodes(op="get_attr"))
     torch.testing.assert_close(program.graph_module(x)[0], model(x))
 
 

@@ -24,6 +24,7 @@ from uncaptured_models import (
 from autopar import CaptureError
 from autopar.capture.program import Program, capture
 from autopar.capture.uncaptured import ChangedResultError, uncaptured_in
+from autopar.capture.uncaptured_trace import Opaque, RefusedError
 
 
 def paths(program: Program) -> list[str]:
@@ -67,6 +68,22 @@ def test_the_smallest_module_runs_uncaptured_and_others_of_its_class_only_if_the
     program = capture(nn.Sequential(*layers), rows(4), {})
     assert paths(program) == ["0.0", "2.0"]
     assert len(program.uncaptured) == 2
+
+
+def test_a_module_with_two_names_runs_uncaptured_under_the_first() -> None:
+    shared = nn.Sequential(Returns("tensor"), nn.ReLU())
+    model = nn.Sequential(shared, nn.Linear(WIDTH, WIDTH), shared)
+    program = capture(model, rows(5), {})
+    assert paths(program) == ["0.0", "0.0"]
+    torch.testing.assert_close(results(program, *rows(5)), (model(*rows(5)),))
+
+
+def test_what_is_refused_under_another_name_of_an_opaque_module_makes_the_module_around_it_opaque() -> None:
+    model = nn.Sequential(Configured(outside=True))
+    model.append(model[0])
+    opaque = Opaque({"0": "reason"}).after(RefusedError("refused", "1"), model)
+    assert opaque is not None
+    assert list(opaque.reasons) == [""]
 
 
 class Calls(nn.Module):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from faults import TOKENS, WIDTH, Acts, happening, mean_square, on_every_worker, passing
-from models import assert_same_gradients, gradients
+from models import assert_same_gradients, assert_same_outputs, gradients
+from tied_models import SharedModules
 from torch import nn
+from torch.nn import functional
 
 import autopar
 from autopar import Plan
@@ -69,3 +73,33 @@ def test_tied_weights_are_one_tensor_for_state_dict_and_optimizer() -> None:
         assert len(group["params"]) == 3
         pm.load_state_dict({name: torch.ones_like(tensor) for name, tensor in state.items()})
         assert model.head.weight is model.embed.weight
+
+
+def in_stages(model: nn.Module, x: torch.Tensor) -> Plan:
+    return Plan.from_split({"entry": 0, "layers.1": 0, "layers.2": 1, "layers.4": 1, "exit": 1}, n_microbatches=4)
+
+
+def by_hand(**degrees: int) -> Callable[[nn.Module, torch.Tensor], Plan]:
+    return lambda model, x: Plan.by_hand(model, ["cpu"] * 2, example_args=(x,), **degrees)
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [in_stages, by_hand(pipeline=2), by_hand(data=2), by_hand(tensor=2), by_hand(data=2, zero=3)],
+    ids=["split", "pipeline", "data", "tensor", "zero"],
+)
+def test_modules_with_several_names_train_as_the_original(planned: Callable[[nn.Module, torch.Tensor], Plan]) -> None:
+    model, x = SharedModules(), torch.randn(8, 12)
+    original = copy.deepcopy(model)
+    pm = autopar.parallelize(model, ["cpu"] * 2, plan=planned(model, x))
+    mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (pm, original))
+    for _ in range(3):
+        loss = pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+        expected = functional.mse_loss(original(x), x)
+        expected.backward()
+        assert_same_outputs(loss, expected.detach())
+        mine.step()
+        theirs.step()
+        assert_same_gradients(gradients(pm), gradients(original))
+    assert list(pm.state_dict()) == list(original.state_dict())
+    assert_same_outputs(dict(pm.state_dict()), dict(original.state_dict()))

@@ -14,7 +14,7 @@ import transformers
 from models import bert, gpt2, llama, mixtral, resnet, t5, tokens
 from random_states import with_states
 from shardings import Attention, Convolutions, staged
-from tied_models import Tied
+from tied_models import SharedModules, Tied
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional
@@ -157,6 +157,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "gpt2": (gpt2, lambda: tokens(8)),
     "bert": (encoder, lambda: tokens(8)),
     "tied": (lambda: Tied(64, 16), lambda: tokens(8)),
+    "shared": (SharedModules, lambda: torch.randn(8, 12)),
     "resnet": (resnet, lambda: torch.randn(8, 3, 16, 16)),
     "resnet50": (resnet50, lambda: torch.randn(8, 3, 32, 32)),
     "llama": (lambda: without_cache(llama), lambda: tokens(8)),
@@ -184,6 +185,7 @@ SPLITS: dict[str, dict[int, dict[str, int]]] = {
         3: {"bert.encoder.layer.0": 0, "bert.encoder.layer.1": 1, "classifier": 2},
     },
     "tied": {2: {"embed": 0, "mix": 0, "head": 1}},
+    "shared": {2: {"entry": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "layers.4": 1, "exit": 1}},
     "resnet50": {
         2: {"resnet.embedder": 0, "resnet.encoder.stages.2": 1},
         3: {"resnet.embedder": 0, "resnet.encoder.stages.1": 1, "resnet.encoder.stages.3": 2},

@@ -17,7 +17,7 @@ like any other module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from torch import fx, nn
 
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import has_hooks
+from autopar.capture.module_state import named_tensors
 from autopar.capture.repeated_layers.equality import PLAIN_TYPES, equal, tensor_signature
 from autopar.hints.shard import hinted_modules
 from cost_models.graphs import get_attribute
@@ -177,10 +178,27 @@ def _layers_equal(a: tuple[int, str, nn.Module], b: tuple[int, str, nn.Module]) 
     def own_places(x: Any, y: Any) -> bool | None:
         return True if type(x) is int and type(y) is int and (x, y) == places else None
 
-    return equal(a[2], b[2], own_places)
+    return equal(a[2], b[2], own_places) and _shared_names(a[2]) == _shared_names(b[2])
+
+
+def _shared_names(layer: nn.Module) -> list[str]:
+    """For every name of a parameter or buffer in the layer, the first name of the same tensor."""
+    first = _names_inside(layer)
+    return [first[id(tensor)] for tensor in named_tensors(layer).values()]
 
 
 # -- afterwards, in the graph -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _TracedLayer:
+    """The first of equal layers, in the graph."""
+
+    path: str
+    inside: list[fx.Node]  # its nodes, between the borders
+    names: Mapping[int, str]  # of its tensors in the layer, by id
+    enter: fx.Node
+    leave: fx.Node
 
 
 def copy_traced_layers(module: fx.GraphModule, model: nn.Module) -> None:
@@ -188,11 +206,14 @@ def copy_traced_layers(module: fx.GraphModule, model: nn.Module) -> None:
     graph = module.graph
     borders = {str(n.args[1]): n for n in graph.nodes if n.target is _BORDER}
     skipped = [n for n in graph.nodes if n.target is _AGAIN]
-    firsts = {str(n.args[1]) for n in skipped}
-    inside = {path: _nodes_between(graph, borders[f"enter {path}"], borders[f"leave {path}"]) for path in firsts}
+    firsts = {}
+    for path in {str(n.args[1]) for n in skipped}:
+        enter, leave = borders[f"enter {path}"], borders[f"leave {path}"]
+        names = _names_inside(model.get_submodule(path))
+        firsts[path] = _TracedLayer(path, _nodes_between(graph, enter, leave), names, enter, leave)
+    tensors = {id(get_attribute(module, str(n.target))): n for n in graph.find_nodes(op="get_attr")}
     for node in skipped:
-        first = str(node.args[1])
-        _copy_layer(module, model, node, inside[first], borders[f"enter {first}"], borders[f"leave {first}"])
+        _copy_layer(module, model, node, firsts[str(node.args[1])], tensors)
     for border in borders.values():
         for item in list(border.users):
             item.replace_all_uses_with(border.args[0][item.args[1]])
@@ -203,28 +224,35 @@ def copy_traced_layers(module: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _copy_layer(
-    module: fx.GraphModule, model: nn.Module, node: fx.Node, inside: list[fx.Node], enter: fx.Node, leave: fx.Node
+    module: fx.GraphModule, model: nn.Module, node: fx.Node, first: _TracedLayer, tensors: dict[int, fx.Node]
 ) -> None:
-    """Replace the `again` node `node` by copies of `inside`, the nodes of the first layer between its borders."""
+    """Replace the `again` node `node` by copies of the first layer's nodes.
+
+    `tensors`: the graph's nodes of parameters and buffers, by id of the tensor. Those of this layer are added.
+    """
     graph = module.graph
     inputs: Any = node.args[0]
-    first, path = str(node.args[1]), str(node.args[2])
+    path = str(node.args[2])
     # The copies of the first layer's inputs are this layer's inputs.
-    copies: dict[fx.Node, Any] = {item: inputs[item.args[1]] for item in enter.users}
+    copies: dict[fx.Node, Any] = {item: inputs[item.args[1]] for item in first.enter.users}
 
     def copied(old: fx.Node) -> Any:
-        own = old.op == "get_attr" and str(old.target).startswith(first + ".")
-        # A constant that tracing found in the code has no counterpart in `model`; all layers share it.
-        if own and old not in copies and _has(model, str(old.target)):
-            copies[old] = _attribute(module, model, path + str(old.target)[len(first) :])
-            copies[old].meta = dict(old.meta)
+        # The graph may name a shared tensor after another layer that has it, too. A constant that tracing found in the
+        # code has no counterpart in `model`; all layers share it.
+        name = first.names.get(id(get_attribute(module, str(old.target)))) if old.op == "get_attr" else None
+        if name is not None and old not in copies:
+            own = get_attribute(model, f"{path}.{name}")
+            if id(own) not in tensors:
+                tensors[id(own)] = _attribute(module, own, f"{path}.{name}")
+                tensors[id(own)].meta = dict(old.meta)
+            copies[old] = tensors[id(own)]
         return copies.get(old, old)
 
     with graph.inserting_before(node):
-        for old in inside:
+        for old in first.inside:
             copies[old] = graph.node_copy(old, copied)
-            copies[old].meta = _moved_meta(old.meta, first, path)
-    results: Any = leave.args[0]
+            copies[old].meta = _moved_meta(old.meta, first.path, path)
+    results: Any = first.leave.args[0]
     for item in list(node.users):
         item.replace_all_uses_with(copied(results[item.args[1]]))
         graph.erase_node(item)
@@ -242,17 +270,16 @@ def _within(path: str, layer: str) -> bool:
     return path == layer or path.startswith(layer + ".")
 
 
-def _has(model: nn.Module, target: str) -> bool:
-    """Whether `target` is a tensor of the model, and not a constant that tracing found in its code."""
-    try:
-        get_attribute(model, target)
-    except AttributeError:
-        return False
-    return True
+def _names_inside(layer: nn.Module) -> dict[int, str]:
+    """By id of each parameter and buffer, its first name in the layer."""
+    found: dict[int, str] = {}
+    for name, tensor in named_tensors(layer).items():
+        found.setdefault(id(tensor), name)
+    return found
 
 
-def _attribute(module: fx.GraphModule, model: nn.Module, target: str) -> fx.Node:
-    """A new node for a parameter or buffer of `model`, at the beginning of the graph."""
+def _attribute(module: fx.GraphModule, value: torch.Tensor, target: str) -> fx.Node:
+    """A new node for a parameter or buffer of the model, at the beginning of the graph."""
     *names, last = target.split(".")
     owner: nn.Module = module
     for name in names:
@@ -260,7 +287,6 @@ def _attribute(module: fx.GraphModule, model: nn.Module, target: str) -> fx.Node
             setattr(owner, name, nn.Module())
         owner = getattr(owner, name)
     if not hasattr(owner, last):
-        value = get_attribute(model, target)
         if isinstance(value, nn.Parameter):
             owner.register_parameter(last, value)
         else:

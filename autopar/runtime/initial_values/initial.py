@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.capture.module_state import named_tensors
 from autopar.errors import InputError
 from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.save import wait_for_saving
@@ -125,7 +126,7 @@ def _keys(
 ) -> dict[str, str]:
     """Under which name a source has the tensors among `shapes`, if it does. Raises InputError for other shapes."""
     names: dict[int, list[str]] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+    for name, tensor in named_tensors(model).items():
         names.setdefault(id(tensor), []).append(name)
     keys = {aliases[0]: key for aliases in names.values() if (key := next((a for a in aliases if a in known), None))}
     wrong = [

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autopar.capture.module_state import torch_generators_restored
+from autopar.capture.module_state import named_tensors, torch_generators_restored
 from autopar.errors import InputError
 from autopar.runtime.checkpoints.choice import choose
 from autopar.runtime.checkpoints.contents import MODEL
@@ -143,9 +143,7 @@ class FirstRankSource:
     def __init__(self, team: Participants, model: torch.nn.Module, names: Sequence[str]) -> None:
         """`names`: what some rank lacks."""
         self._team = team
-        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
-            model.named_buffers(remove_duplicate=False)
-        )
+        tensors = named_tensors(model)
         # The tensors' memory: the parameters that have it become hollow when they are placed.
         self._whole = {name: tensors[name].detach() for name in names} if team.rank == 0 else {}
         self._shapes = {name: tuple(tensors[name].shape) for name in names}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.loss import LossSplit
+from autopar.capture.module_state import named_tensors
 from autopar.capture.program import flattened
 from autopar.errors import InputError, PlanError
 from autopar.lower.stages import Lowered
@@ -21,7 +22,7 @@ from autopar.runtime.ranks.agreement import compare, digest, weights_digest
 from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.parameters.holders import StageGrid, check_supported, grids
-from autopar.runtime.ranks.parameters.own import Borrowed, RankParameters, hollow_stages, named_tensors
+from autopar.runtime.ranks.parameters.own import Borrowed, RankParameters, hollow_stages
 from autopar.runtime.ranks.same_plan import compare_plans
 from autopar.runtime.ranks.world import World
 from autopar.runtime.signatures.bound_signature import (

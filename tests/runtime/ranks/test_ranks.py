@@ -45,6 +45,11 @@ def test_functional_collectives_give_what_their_names_say(ranks: RankPool) -> No
         assert not any(error.any() for error in errors)
 
 
+def test_modules_of_two_stages_train_as_in_one_process(ranks: RankPool) -> None:
+    job = Job("shared", "hand pipeline=2", steps=3)
+    assert_as_one_process(job, ranks.run(trained, 2, job))
+
+
 SLOW = [
     *[(2, Job("mlp", "chain", schedule)) for schedule in ("gpipe", "zb-h1")],
     *[(3, Job("gpt2", "chain", schedule)) for schedule in ("gpipe", "1f1b", "zb-h1")],
@@ -81,6 +86,10 @@ SLOW = [
     (3, Job("gpt2", "shards 2 1")),
     (3, Job("gpt2", "shards 1 2", "zb-h1")),
     (2, Job("tied", "chain")),
+    (2, Job("shared", "chain")),
+    (2, Job("shared", "hand tensor=2")),
+    (2, Job("shared", "hand data=2 zero=2")),
+    (4, Job("shared", "hand pipeline=2 data=2 zero=1")),
     (3, Job("resnet", "chain")),
     (2, Job("mlp", "searched")),
     (3, Job("gpt2", "chain", steps=20)),

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.capture import torch_private, torch_private_ranks
+from autopar.capture.module_state import named_tensors
 from autopar.errors import InputError, PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered
@@ -372,11 +373,6 @@ def _own_part(parameter: torch.Tensor) -> torch.Tensor:
     """What this rank stores of one of its parameters, without history; it shares the parameter's memory."""
     assert isinstance(parameter, DTensor)
     return torch_private_ranks.part_of(parameter)
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers, under all of their names."""
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def hollow_stages(lowered: Lowered) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.nn import functional
 import autopar
 from autopar import AutoparError
 from autopar.analysis.example import LossFunction
+from autopar.capture import export
 from autopar.errors import CheckpointError
 from autopar.runtime.checkpoints.participants import participants
 from autopar.runtime.ranks.one_message import is_on_all_ranks
@@ -200,3 +202,19 @@ def loss_of_another_dtype(dtype: torch.dtype) -> str:
     """The message for a loss that counts, without a gradient."""
     _, pm, x = ready(Job("mlp", "chain"))
     return message_of(lambda: pm.train_step(x, target=x, loss_fn=lambda y, t: (y > t).sum().to(dtype)))
+
+
+def called_as_a_whole(plan: str) -> dict[str, Any]:
+    """A model that torch.export refuses and symbolic_trace takes, so that its graph calls modules."""
+    traced = export._export
+
+    def refusing(module: nn.Module, *args: Any) -> Any:
+        if isinstance(module, nn.Sequential):
+            raise RuntimeError("not today")
+        return traced(module, *args)
+
+    with mock.patch.object(export, "_export", refusing):
+        original, pm, x = ready(Job("mlp", plan))
+        message = message_of(lambda: pm.train_step(x, target=x, loss_fn=functional.mse_loss))
+    functional.mse_loss(original(x), x).backward()
+    return {"message": message, "error": None if message else gradient_error(pm, original)}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_misuse import (
+    called_as_a_whole,
     caught_inside_accumulation,
     changed_on_one_rank,
     clipped_between,
@@ -107,3 +108,15 @@ def test_what_all_ranks_raise_is_shown_once(ranks: RankPool) -> None:
 def test_a_loss_of_whole_numbers_is_refused_on_all_ranks(ranks: RankPool, dtype: torch.dtype) -> None:
     for message in ranks.run(loss_of_another_dtype, 2, dtype):
         assert "returned a loss without a gradient" in message
+
+
+@pytest.mark.parametrize("plan", ["hand data=2", "hand tensor=2", "hand data=2 zero=3", "chain", "replicas 2"])
+def test_modules_that_export_refuses_run_on_replicas_of_the_whole_model_and_are_named_elsewhere(
+    ranks: RankPool, plan: str
+) -> None:
+    for found in ranks.run(called_as_a_whole, 2, plan):
+        if plan == "replicas 2":
+            assert found["message"] == ""
+            assert found["error"] < TOLERANCE
+        else:
+            assert re.search("PlanError: .* stage 0 calls module '0' as a whole", found["message"])

@@ -211,6 +211,12 @@ def check_supported(
             problems.append(f"stage {number} {sparse_problem(sparse[0])}")
         if one.uncaptured:
             problems.append(f"stage {number} runs code that is not captured")
+        called = next((str(n.target) for n in one.module.graph.nodes if n.op == "call_module"), None)
+        if called is not None and (one.shards > 1 or len(plan.stages) > 1):
+            problems.append(
+                f"stage {number} calls module '{called}' as a whole, because torch.export refuses the model; only "
+                "replicas of the whole model (Plan.from_split({'': 0}, devices=[[...]])) run it"
+            )
         cut = [p.name for p in one.pieces if p.name in one.written_buffers and math.prod(_lengths(p, tensors)) > 1]
         if cut:
             problems.append(f"stage {number} writes parts of the buffer '{cut[0]}' on several devices")

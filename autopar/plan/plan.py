@@ -208,6 +208,11 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         """
         if self.predicted_step_time is None and all(stage.forward_time is None for stage in self.stages):
             return self
+        return replace(self.decision, notes=(f"{why}{DROPPED}",), assumed=self.assumed)
+
+    @property
+    def decision(self) -> Plan:
+        """Without what it predicts, and what it assumes for that."""
         stages = tuple(
             Stage(
                 s.devices,
@@ -228,10 +233,8 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
             self.devices,
             self.training,
             split=self.split,
-            notes=(f"{why}{DROPPED}",),
             model=self.model,
             device_kinds=self.device_kinds,
-            assumed=self.assumed,
         )
 
     # -- text and files ---------------------------------------------------------------------------------------------

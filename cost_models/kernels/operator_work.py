@@ -83,7 +83,8 @@ class _Walk(fx.Interpreter):
         self.root = module
         self.rows = rows
         self.work: dict[str, OperatorWork] = {}
-        self._known: dict[str, tuple[Any, OperatorWork]] = {}
+        # With the call itself: its key has ids of modules, which another module could get once they are freed.
+        self._known: dict[str, tuple[Any, OperatorWork, _Call]] = {}
         self._gradients: set[fx.Node] = set()  # nodes to whose results one gradient flows already
 
     def run_node(self, n: fx.Node) -> Any:
@@ -101,8 +102,8 @@ class _Walk(fx.Interpreter):
         wanted = _indices_read(n)
         signature = repr((call.signature(), wanted, torch.is_grad_enabled()))
         if signature not in self._known:
-            self._known[signature] = self._look(n, call, wanted)
-        result, work = self._known[signature]
+            self._known[signature] = (*self._look(n, call, wanted), call)
+        result, work, _ = self._known[signature]
         self.work[n.name] = OperatorWork(work.forward, work.backward + self._sums(n))
         return result
 

@@ -257,6 +257,15 @@ def test_of_a_product_only_the_wanted_gradients_cost(wanted: tuple[bool, bool], 
     assert sum(k.flops for k in one.backward) == products * 2 * 4 * 5 * 6
 
 
+def test_called_modules_count_their_own_gradients_where_others_of_their_size_are_frozen() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4).requires_grad_(place % 3 != 1) for place in range(60)))
+    counted = count(fx.symbolic_trace(model), 1, inputs=[meta(2, 4, grad=False)])
+    product = 2 * 2 * 4 * 4
+    for place in range(60):
+        products = sum(k.flops for k in counted[f"_{place}"].backward) // product
+        assert products == (place > 0) + (place % 3 != 1), f"gradients of the input and the weight of layer {place}"
+
+
 def test_attention_moves_no_scores() -> None:
     """Inputs and outputs only, however long the sequence; and a causal mask hides (1 - 1/s) / 2 of the scores."""
     query, key, value = (meta(2, 4, 128, 16) for _ in range(3))

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from autopar import AutoparError, Plan
 from autopar.capture import torch_private_ranks
 from autopar.capture.torch_private_ranks import part_of
 from autopar.lower import process_groups
+from autopar.plan.step_work import StepWork
 from autopar.runtime.ranks.faults import watcher
 from autopar.runtime.ranks.world import joined
 
@@ -129,6 +131,8 @@ def refusals() -> dict[str, str]:
     other = ready(seed=rank)[1]
     found["weights"] = message_of(lambda: step(other, torch.ones(8, 12)))
     found["plan"] = message_of(lambda: step(*ready(plan=chain(schedule=("1f1b", "gpipe")[rank]))[1:]))
+    counted = replace(chain(), work=StepWork(flops=1e6 + rank))  # predictions of two ranks may differ
+    found["work"] = message_of(lambda: step(*ready(plan=counted)[1:]))
     found["options"] = message_of(lambda: ready(dynamic={"input": {1: (8, 16)}}))
     found["planning"] = message_of(lambda: step(*ready(plan=None, memory_limit=10)[1:]))
     _, pm, x = ready()

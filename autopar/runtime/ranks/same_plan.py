@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
@@ -14,7 +13,7 @@ from autopar.runtime.ranks.world import World
 
 def compare_plans(world: World, plan: Plan | None) -> None:
     """Raise InputError on all ranks where they have plans of other decisions, or some have none. Collective."""
-    text = "" if plan is None else _decision(plan)
+    text = "" if plan is None else plan.decision.to_json()
     if len(set(world.gathered(digest(text)))) == 1:
         return
     texts = world.gathered(text)
@@ -32,12 +31,7 @@ def _difference(texts: Sequence[str], other: int) -> str:
     if not (texts[0] and texts[other]):
         here, there = ("a plan" if texts[rank] else "no plan" for rank in (0, other))
         return f"Rank 0 has {here}, rank {other} has {there}"
-    return (
-        f"Rank 0 has the first, rank {other} the second:\n{Plan.from_json(texts[0]).diff(Plan.from_json(texts[other]))}"
-    )
-
-
-def _decision(plan: Plan) -> str:
-    """What a plan decides, without what it predicts: measurements of two ranks differ."""
-    alone = plan.without_predictions("compared")
-    return replace(alone, notes=(), assumed=None).to_json()
+    difference = Plan.from_json(texts[0]).diff(Plan.from_json(texts[other]))
+    if difference.same_decisions:
+        return f"Those of ranks 0 and {other} differ only in how tensors pass from one placement to another"
+    return f"Rank 0 has the first, rank {other} the second:\n{difference}"

@@ -48,6 +48,7 @@ def test_every_rank_refuses_in_the_same_words(ranks: RankPool) -> None:
         "weights": "InputError: ranks differ in the model's weights: .* on rank 0, .* on rank 1; build the model",
         "plan": "InputError: ranks differ in the plan, .* Rank 0 has the first, rank 1 the second:\n"
         "- schedule gpipe instead of 1f1b$",
+        "work": "$",
         "options": "InputError: not with one process a device so far: dynamic with sizes: give dynamic=True, or None",
         "planning": "InfeasibleError: ",
         "content": r"InputError: ranks differ in the content of input 'input' \(\(8, 12\) .*\): rank 1 from rank 0",

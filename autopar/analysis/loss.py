@@ -31,6 +31,7 @@ from torch import fx, nn
 from autopar.analysis.batch_proof import propagate
 from autopar.analysis.batching import Batching, written_buffer
 from autopar.analysis.loss_count import Count, count_of, counted_targets
+from autopar.analysis.loss_digest import digest_of_code, digest_of_graph
 from autopar.analysis.loss_example import (
     OutputLeaf,
     UnknownOutput,
@@ -67,6 +68,7 @@ class LossSplit:
     why: str = ""  # for "whole": what keeps the loss from being split, with the operator and its source line
     counts_calls: bool = False  # it changes a number or a buffer of its own, which it does once for every batch
     error: str = field(default="", compare=False)  # that the loss raised while it was studied
+    digest: str = field(default="", compare=False)  # of what the loss computes (`loss_digest`)
 
     def weights(
         self, sizes: Sequence[int], inputs: Sequence[Sequence[Any]], targets: Sequence[Sequence[Any]]
@@ -121,11 +123,12 @@ def study_loss(
     leaves, spec = torch_private.tree_flatten(target)
     dims = candidate_dims(leaves, target_dim, default_dims, program.batch_size)
     if program.batch_size < 2 or not batching.splittable:
-        return LossSplit("mean", tuple(dims))  # one micro-batch: nothing is split
+        # One micro-batch: nothing is split.
+        return LossSplit("mean", tuple(dims), digest=digest_of_code(loss_fn))
     try:
         outputs = example_outputs(program, batching)
     except UnknownOutput as error:
-        return LossSplit("whole", why=str(error))
+        return LossSplit("whole", why=str(error), digest=digest_of_code(loss_fn))
     outputs = where_targets_are(outputs, leaves)
     refused: list[LossSplit] = []
     free = [] if isinstance(target_dim, Sequence) else [i for i, dim in enumerate(dims) if dim is not None]
@@ -179,12 +182,16 @@ class _LossStudy:
         self._model, self._batching, self._outputs, self._targets = program, batching, outputs, targets
         self._module = _LossModule(loss_fn, program, spec)
         self._dims = tuple(dims)
+        self._digest = ""  # of the captured loss
 
     def run(self) -> LossSplit:
         # A gradient scaler may keep how it was set up, which any call does alike: ranks without a loss use it, too.
         # Not so one that was set up without values.
         with restored(self._module.loss_fn, but=() if self._without_values else torch.amp.GradScaler):
-            return self._studied()
+            split = self._studied()
+        # The graph of a loss that counts its calls has the count.
+        computes = "" if split.counts_calls else self._digest
+        return replace(split, digest=computes or digest_of_code(self._module.loss_fn))
 
     def _studied(self) -> LossSplit:
         leaves, batch_dims = self._example()
@@ -203,6 +210,7 @@ class _LossStudy:
                 warnings.simplefilter("ignore")
                 loss = capture(self._module, (), leaves, batch_dim=batch_dims, strict=True, device=self._home())
                 changed = changed_number()
+            self._digest = digest_of_graph(loss.graph_module)
         except (CaptureError, InputError) as error:
             log.debug("loss_fn cannot be captured: %s", error)
             return self._whole("it cannot be captured as a graph", error)

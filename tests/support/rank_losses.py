@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from rank_behaviour import message_of
 from rank_cases import Job, relative
 from rank_training import gradient_error, ready
 from torch import nn
+from torch.nn import functional
+
+from autopar.analysis.example import LossFunction
 
 STEPS = 2
 
@@ -151,3 +155,59 @@ def of_refused(kind: str) -> tuple[str, bool, float]:
     plain = {name: parameter.grad for name, parameter in original.named_parameters()}
     errors = [_error(own.grad.full_tensor(), plain[name]) for name, own in pm.named_parameters()]
     return message, has_gradient, max(errors)
+
+
+def _scaled(output: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return scale * functional.mse_loss(output, target)
+
+
+def _read(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """No graph has the branch."""
+    loss = functional.mse_loss(output, target)
+    return 2 * loss if loss.item() > 1e9 and output.device.type in {"cpu", "cuda", "mps"} else loss
+
+
+def _logged(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 7:
+        print(output)
+    return functional.mse_loss(output, target)
+
+
+def _weighted(weights: torch.Tensor) -> LossFunction:
+    return lambda output, target: ((output - target).square() * weights).mean()
+
+
+def own_losses(plan: str, kind: str) -> dict[str, Any]:
+    """The message, if any, of three steps in which every rank makes a loss of its own."""
+    rank = dist.get_rank()
+    original, pm, x = ready(Job("mlp", plan))
+    tempered = Tempered(12).double()
+    same: dict[str, LossFunction] = {
+        "lambda": lambda output, target: 3 * functional.mse_loss(output, target),
+        "partial": functools.partial(_scaled, scale=2.0),
+        "module": tempered,
+        "closure": _weighted(torch.arange(12.0).double()),
+        "read": _read,
+        "logged": _logged,
+    }
+    other: dict[str, LossFunction] = {
+        "other function": functional.mse_loss if rank else functional.l1_loss,
+        "other partial": functools.partial(_scaled, scale=2.0 + rank),
+        "other closure": _weighted(torch.arange(12.0).double() + rank),
+        "other later": functional.mse_loss,
+    }
+    loss_fn = (same | other)[kind]
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    loss_fn(original(x), x).backward()
+
+    def steps() -> None:
+        for _ in range(2):
+            pm.zero_grad()
+            pm.train_step(x, target=x, loss_fn=loss_fn)
+        if kind == "other later" and rank:
+            pm.train_step(x, target=x, loss_fn=functional.l1_loss)
+        elif kind == "other later":
+            pm.train_step(x, target=x, loss_fn=loss_fn)
+
+    message = message_of(steps)
+    return {"message": message, "error": None if message else gradient_error(pm, original)}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.analysis.loss import LossSplit
+from autopar.analysis.loss import LossSplit, title_of
 from autopar.capture.module_state import named_tensors
 from autopar.capture.program import flattened
 from autopar.errors import InputError, PlanError
@@ -129,21 +129,30 @@ class RankSignatures(Signatures):
         return signature.loss_splits.known(call.loss, call.target, call.target_dim, dims)
 
     def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:
-        """How the loss splits. Raises InputError on all ranks where one alone cannot capture it."""
+        """How the loss splits. Raises InputError on all ranks where they have other losses, or one alone cannot capture
+        it."""
         split = super()._loss_split(bound, call)
         if split is None:
             return None
         own = _number_of(split)
         if own != self.agreed_split and self._world.differ(torch.tensor(own, dtype=torch.int64)):
-            why = "; ".join(text for text in (split.why, split.error) if text)
-            reasons = self._world.gathered(f"'{split.combine}'" + (f" ({why})" if why else ""))
-            texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
-            raise on_all_ranks(
-                InputError(
-                    f"ranks differ in how the loss of micro-batches makes that of the batch: {texts}; {_SAME_SCRIPT}"
-                )
-            )
+            raise self._other_losses(split, title_of(call.loss))
         return split
+
+    def _other_losses(self, split: LossSplit, title: str) -> InputError:
+        """For ranks whose losses differ. Collective."""
+        why = "; ".join(text for text in (split.why, split.error) if text)
+        found = self._world.gathered((f"'{split.combine}'" + (f" ({why})" if why else ""), title, split.digest))
+        reasons, titles, digests = zip(*found, strict=True)
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+        if len(set(reasons)) > 1 or not other:
+            texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
+            difference = f"how the loss of micro-batches makes that of the batch: {texts}"
+        elif titles[0] == titles[other]:
+            difference = f"what {title} computes: its code, or a number or tensor in it, is another one on rank {other}"
+        else:
+            difference = f"the loss: {titles[0]} on rank 0, {titles[other]} on rank {other}"
+        return on_all_ranks(InputError(f"ranks differ in {difference}; {_SAME_SCRIPT}"))
 
     def _place(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
         with torch.inference_mode(False):
@@ -241,7 +250,7 @@ def _refuse_written(borrowed: Sequence[Borrowed], lowered: Lowered) -> None:
 
 def _number_of(split: LossSplit) -> int:
     """The same for equal splits on all ranks; never 0."""
-    return zlib.crc32(repr((split.combine, split.target_dims)).encode()) or 1
+    return zlib.crc32(repr((split.combine, split.target_dims, split.digest)).encode()) or 1
 
 
 def _without_numbers(graph: str) -> str:

@@ -13,6 +13,7 @@ from rank_losses import (
     of_refused_parameters,
     of_targets,
     of_the_models_parameters,
+    own_losses,
 )
 from rank_pool import RankFailure, RankPool
 
@@ -81,3 +82,26 @@ def test_the_rank_that_computes_such_a_loss_refuses_it_and_all_end(ranks: RankPo
     with pytest.raises(RankFailure):
         ranks.run(of_refused_parameters, 2, where, said)
     assert re.match("InputError: loss_fn '<lambda>' .* reads parameters of the model", said.read_text())
+
+
+@pytest.mark.parametrize("kind", ["lambda", "partial", "module", "closure", "read", "logged"])
+def test_equal_losses_that_every_rank_makes_for_itself_train_as_in_one_process(ranks: RankPool, kind: str) -> None:
+    for found in ranks.run(own_losses, 2, "chain", kind):
+        assert found["message"] == ""
+        assert found["error"] < 1e-10
+
+
+@pytest.mark.parametrize("plan", ["chain", "hand data=2"])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("other function", r"the loss: loss_fn 'l1_loss' .* on rank 0, loss_fn 'mse_loss' .* on rank 1; "),
+        ("other partial", "what loss_fn 'partial' computes: its code, .* is another one on rank 1; "),
+        ("other closure", "what loss_fn '<lambda>' .* computes: its code, .* is another one on rank 1; "),
+        ("other later", r"the loss: loss_fn 'mse_loss' .* on rank 0, loss_fn 'l1_loss' .* on rank 1; "),
+    ],
+)
+def test_different_losses_are_refused_on_all_ranks(ranks: RankPool, plan: str, kind: str, named: str) -> None:
+    first, second = ranks.run(own_losses, 2, plan, kind)
+    assert first == second
+    assert re.match(f"InputError: ranks differ in {named}", first["message"]), first["message"]

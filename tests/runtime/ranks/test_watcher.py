@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from autopar import AutoparError
+from autopar import AutoparError, AutoparWarning
 from autopar.errors import InputError
+from autopar.runtime.ranks.faults import attempts
 from autopar.runtime.ranks.faults.attempts import attempt_number
 from autopar.runtime.ranks.faults.failure import Failure, LostRankError, Position
 from autopar.runtime.ranks.faults.raised_calls import RaisedCalls
@@ -296,9 +297,14 @@ def test_an_error_is_not_hidden_by_a_store_that_is_gone() -> None:
         raise ValueError("what happened")
 
 
-def test_a_rank_that_does_not_start_is_named() -> None:
-    with pytest.raises(TimeoutError, match="ranks 1, 2 did not start"):
-        attempt_number(dist.HashStore(), 0, 3, 0.05)
+@pytest.mark.parametrize(("rank", "who"), [(0, "ranks 1, 2"), (1, "rank 0")])
+def test_a_rank_that_does_not_start_is_named(rank: int, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "timeout_given", lambda: 0.02)
+    with (
+        pytest.warns(AutoparWarning, match=f"{who} has not joined after 0 s: every rank must call parallelize without"),
+        pytest.raises(AutoparError, match=f"{who} never joined, .* a rank that passes devices= runs by itself"),
+    ):
+        attempt_number(dist.HashStore(), rank, 3, 0.2)
 
 
 def test_the_timeout_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autopar.errors import AutoparError, warn
+from autopar.runtime.ranks.faults.watcher import timeout_given
+
 _POLL = 0.01  # s
 _PATIENCE = 600.0  # s for all ranks to start
 
@@ -42,21 +45,22 @@ def start_group(backend: str) -> None:
 def attempt_number(store: Any, rank: int, size: int, patience: float = _PATIENCE) -> int:
     """The same on all ranks of this attempt, and another one than that of any attempt before.
 
-    Raises TimeoutError if not all ranks come within `patience` seconds.
+    Raises AutoparError if not all ranks come within `patience` seconds. Warns once after the time after which a rank
+    counts as failed.
     """
-    end = time.monotonic() + patience
+    wait = _Wait(patience)
     if rank == 0:
-        return _answered(store, size, end)
+        return _answered(store, size, wait)
     word = uuid.uuid4().hex
     store.set(f"hello/{rank}", word)
     while not store.check([f"answer/{word}"]):
-        _wait(end, "rank 0")
+        wait.for_ranks("rank 0")
     number = int(store.get(f"answer/{word}"))
     store.set(f"known/{number}/{rank}", "")
     return number
 
 
-def _answered(store: Any, size: int, end: float) -> int:
+def _answered(store: Any, size: int, wait: _Wait) -> int:
     """Rank 0's part."""
     number = int(store.add("count", 1))
     answered: dict[int, bytes] = {}
@@ -71,11 +75,25 @@ def _answered(store: Any, size: int, end: float) -> int:
                     answered[rank] = word
                     store.set(f"answer/{word.decode()}", str(number))
         if missing:
-            _wait(end, f"ranks {', '.join(map(str, sorted(missing)))}")
+            several = "s" * (len(missing) > 1)
+            wait.for_ranks(f"rank{several} {', '.join(map(str, sorted(missing)))}")
     return number
 
 
-def _wait(end: float, who: str) -> None:
-    if time.monotonic() > end:
-        raise TimeoutError(f"{who} did not start in time")
-    time.sleep(_POLL)
+class _Wait:
+    """For ranks that have not come."""
+
+    def __init__(self, patience: float) -> None:
+        self._start, self._patience, self._warns_after = time.monotonic(), patience, timeout_given()
+        self._warned = False
+
+    def for_ranks(self, who: str) -> None:
+        """Sleep a moment."""
+        waited = time.monotonic() - self._start
+        why = "every rank must call parallelize without devices=, and a rank that passes devices= runs by itself"
+        if waited > self._patience:
+            raise AutoparError(f"{who} never joined, in {self._patience:g} s: {why}, or its process has ended")
+        if waited > self._warns_after and not self._warned:
+            self._warned = True
+            warn(f"{who} has not joined after {waited:.0f} s: {why}, or it is slow to start; waiting on")
+        time.sleep(_POLL)

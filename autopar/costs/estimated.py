@@ -254,7 +254,8 @@ class Estimated:
             if why:
                 raise InputError(
                     f"the cost of {describe(node)} cannot be estimated: it runs uncaptured, and not without values "
-                    f"({why}). Plan on the devices themselves, where it is measured, or make it fit for torch.export"
+                    f"({why}). Let the search plan on the devices themselves (parallelize without a plan), where it is "
+                    "measured, split the model with Plan.from_split, or make this code fit for torch.export"
                 )
 
     def _sizes(self) -> list[int]:

@@ -269,6 +269,20 @@ def test_a_cluster_that_is_not_at_hand_prices_code_that_runs_without_values_and_
         autopar.plan(CASES[2].model(), cluster, example_args=rows(6))
 
 
+def test_a_plan_by_hand_of_code_that_needs_values_names_the_plans_that_work() -> None:
+    case = CASES[2]
+    with pytest.raises(
+        autopar.InputError, match=r"parallelize without a plan\).*, split the model with Plan.from_split"
+    ):
+        Plan.by_hand(case.model(), DEVICES, example_args=rows(6), pipeline=2)
+    for plan in (None, Plan.from_split(case.split, n_microbatches=2)):
+        model = case.model()
+        original = copy.deepcopy(model)
+        pm = autopar.parallelize(model, DEVICES, plan=plan, cache=False)
+        torch.testing.assert_close(pm(*rows(6)), original(*rows(6)))
+        pm.close()
+
+
 def test_a_compiled_pipeline_leaves_it_uncompiled() -> None:
     case = CASES[0]
     model = case.model()

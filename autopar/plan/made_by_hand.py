@@ -139,7 +139,8 @@ class PlanByHand:
             launch, precision, optimizer_step, overlap: as for `autopar.plan` on a cluster.
 
         Raises:
-            PlanError: degrees that contradict each other, the devices or the model; all are listed.
+            PlanError: degrees that contradict each other, the devices or the model. All are listed, with the nearest
+                degrees that are right, if there are any.
         """
         degrees: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "data": data, "micro_batch": micro_batch}
         degrees |= {"schedule": schedule, "chunks": chunks, "zero": zero, "recompute": recompute}

@@ -60,7 +60,7 @@ def plan_by_hand(
 
     @functools.cache
     def not_divided(tensor: int) -> tuple[str, ...]:
-        return shared.cut_sizes(example, cluster).not_divided(tensor, len(cluster.devices)) if tensor > 1 else ()
+        return shared.cut_sizes(example, cluster).not_divided(tensor) if tensor > 1 else ()
 
     limits = Limits(
         n_devices=len(cluster.devices),
@@ -68,12 +68,11 @@ def plan_by_hand(
         obstacle=example.batching.obstacle,
         least=example.batching.least_rows,
         n_layers=len(layers),
-        allows=lambda other: not not_divided(other.tensor) and not any(_mixed_stages(other, cluster)),
+        refused=lambda other: (*_mixed_stages(other, cluster), *not_divided(other.tensor)),
     )
     degrees, contradictions = read_degrees(limits, **wanted)
-    contradictions += _mixed_stages(degrees, cluster)
     if problems or refused or contradictions:
-        _refuse([*problems, *refused], [*contradictions, *not_divided(degrees.tensor)])
+        _refuse([*problems, *refused], contradictions)
     n_stages = degrees.n_stages
     recompute, how = _recompute(degrees, example)
     names = [device.name for device in cluster.devices]
@@ -186,7 +185,7 @@ def _mixed_stages(degrees: Degrees, cluster: Cluster) -> Iterator[str]:
 def _refuse(options: Sequence[str], degrees: Sequence[str]) -> NoReturn:
     """Raise with what is wrong with the options that are no degrees, and with the degrees."""
     if degrees:
-        raise PlanError("the plan by hand contradicts itself:\n  " + "\n  ".join([*options, *degrees]))
+        raise PlanError("the plan by hand cannot be followed:\n  " + "\n  ".join([*options, *degrees]))
     raise InputError("; ".join(options))
 
 

@@ -7,12 +7,14 @@ that contradict each other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
 
 from autopar.analysis.rules.notation import IndexKind, Rule
+from autopar.errors.names import few
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from cost_models.graphs import get_attribute, tensors_in
 
@@ -28,6 +30,7 @@ class CutSizes:
     facts: GraphFacts
     batch_dims: Mapping[str, int | None]  # node -> the dimension that counts samples
     keys: Mapping[str, str]  # node -> operator key
+    representatives: Mapping[str, str] = field(default_factory=dict)  # of equal layers, see `Folded`
 
     def is_matrix(self, node: fx.Node) -> bool:
         """Whether a node is a trained parameter of two dimensions or more."""
@@ -45,21 +48,20 @@ class CutSizes:
             if rule.kinds[index] is IndexKind.KEPT and rule.sizes[index] > 1
         }
 
-    def not_divided(self, tensor: int, devices: int) -> tuple[str, ...]:
-        """What is wrong with a tensor degree: matrices and attentions without a size that it divides; a few of many.
-        Each has the largest degree below it that divides the number of `devices` and a size of every one."""
-        if tensor == 1:
-            return ()
-        cut = list(self._cut(tensor))
-        fitting = (n for n in range(min(tensor, devices), 0, -1) if devices % n == 0)
-        right = next(n for n in fitting if all(_divides(n, sizes) for _, sizes in cut))
-        wrong = dict.fromkeys(what for what, sizes in cut if not _divides(tensor, sizes))
-        problems = [f"{what}; tensor={right} would be right" for what in wrong]
+    def not_divided(self, tensor: int) -> tuple[str, ...]:
+        """What is wrong with a tensor degree: matrices and attentions without a size that it divides. Equal ones share
+        a line, and many lines are cut short."""
+        names: dict[str, dict[str, None]] = {}  # what is wrong -> with which
+        for name, wrong, sizes in self._cut(tensor):
+            if not any(size % tensor == 0 for size in sizes):
+                every = (name, *self._represented.get(name, ()))
+                names.setdefault(wrong, {}).update(dict.fromkeys(self.keys.get(one, one) for one in every))
+        problems = [f"{few(list(alike))} {wrong}" for wrong, alike in names.items()]
         more = [f"and {len(problems) - _MOST_NAMED} more like these"] if len(problems) > _MOST_NAMED else []
         return (*problems[:_MOST_NAMED], *more)
 
-    def _cut(self, n: int) -> Iterator[tuple[str, Sequence[int]]]:
-        """(what is wrong if none of the sizes is a multiple of the degree `n`, the sizes) of all that is cut."""
+    def _cut(self, n: int) -> Iterator[tuple[str, str, Sequence[int]]]:
+        """(node or parameter, what is wrong if the degree `n` divides none of its sizes, the sizes) of all to cut."""
         for node in self.task.module.graph.nodes:
             if node.op in ("placeholder", "get_attr", "output") or not tensors_in(self.facts.values[node]):
                 continue
@@ -70,14 +72,22 @@ class CutSizes:
             }
             for name, shape in matrices.items():
                 sizes = shape[:2] if "conv" in str(node.target) else shape  # not the extent of a convolution's kernel
-                yield f"{name} of shape {shape} cannot be cut over tensor={n}: no size is a multiple of it", sizes
+                yield name, f"of shape {shape} cannot be cut over tensor={n}: no size is a multiple of it", sizes
             rule = self.facts.with_rule(node).rule
             if rule is None or matrices or not is_product(node):
                 continue
             heads = list(self.heads(node.name, rule).values())
             if heads:
-                key, counts = self.keys.get(node.name, node.name), " x ".join(map(str, heads))
-                yield f"{key} has {counts} heads, which tensor={n} devices cannot share evenly", heads
+                counts = " x ".join(map(str, heads))
+                yield node.name, f"of {counts} heads cannot be shared evenly by tensor={n} devices", heads
+
+    @cached_property
+    def _represented(self) -> Mapping[str, Sequence[str]]:
+        """Kept node or parameter -> the equal ones that are left out of the graph."""
+        found: dict[str, list[str]] = {}
+        for name, kept in self.representatives.items():
+            found.setdefault(kept, []).append(name)
+        return found
 
     def _matrix(self, node: fx.Node) -> torch.nn.Parameter | None:
         value = get_attribute(self.task.module, str(node.target)) if node.op == "get_attr" else None
@@ -87,8 +97,3 @@ class CutSizes:
 def is_product(node: fx.Node) -> bool:
     """Whether a node may be a product of an attention."""
     return str(node.target).removeprefix("aten.").partition(".")[0] in _PRODUCTS
-
-
-def _divides(n: int, sizes: Sequence[int]) -> bool:
-    """Whether a degree divides any of the sizes."""
-    return any(size % n == 0 for size in sizes)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from autopar.plan.degrees import ZERO, Degrees
@@ -25,7 +24,7 @@ class Limits:
     obstacle: str  # why the batch cannot be split; "" if it can
     least: int  # samples that a micro-batch needs
     n_layers: int  # that stages can be made of
-    allows: Callable[[Degrees], bool]  # whether the sizes of the model and the types of the devices fit degrees
+    refused: Callable[[Degrees], Iterable[str]]  # what is wrong for the sizes of the model and the types of the devices
 
 
 def read_degrees(
@@ -42,40 +41,44 @@ def read_degrees(
     sequence_parallel: Any,
 ) -> tuple[Degrees, list[str]]:
     """The degrees that a user asks for, with what follows from the others filled in, and everything that is wrong with
-    them, each with what would be right. Degrees that are no numbers or names count as if they were not given.
+    them. Degrees that are no numbers or names count as if they were not given.
+
+    Where degrees contradict each other or the limits, the last line has what to give instead, so that nothing is wrong,
+    or says that no degrees are right.
     """
     counts = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks}
     counts |= {name: n for name, n in (("data", data), ("micro_batch", micro_batch)) if n is not None}
-    wrong = [name for name, value in counts.items() if type(value) is not int or value < 1]
-    problems = [f"{name} must be a whole number of at least 1, got {counts[name]!r}" for name in wrong]
-    default = _INTERLEAVED if chunks not in (0, 1) else "1f1b"
-    chosen = {"schedule": default if schedule is None else schedule, "zero": zero, "recompute": recompute}
+    wrong = {
+        name: f"{name} must be a whole number of at least 1, got {value!r}"
+        for name, value in counts.items()
+        if type(value) is not int or value < 1
+    }
+    chosen = {"zero": zero, "recompute": recompute} | ({} if schedule is None else {"schedule": schedule})
     for name, known in (("schedule", SCHEDULES), ("zero", ZERO), ("recompute", RECOMPUTE)):
-        if type(chosen[name]) is not (int if name == "zero" else str) or chosen[name] not in known:
-            problems.append(f"{name} must be one of {', '.join(map(str, known))}, got {chosen[name]!r}")
-            chosen[name] = default if name == "schedule" else next(iter(known))
+        value = chosen.get(name, next(iter(known)))
+        if type(value) is not (int if name == "zero" else str) or value not in known:
+            wrong[name] = f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
     if type(sequence_parallel) is not bool:
-        problems.append(f"sequence_parallel must be True or False, got {sequence_parallel!r}")
-        sequence_parallel = False
-    given = {name: n for name, n in counts.items() if name not in wrong}  # so that other problems are found, too
-    usable = {"tensor": 1, "pipeline": 1, "chunks": 1} | given
-    replicas = usable.get("data", max(1, limits.n_devices // (usable["tensor"] * usable["pipeline"])))
-    wanted = Degrees(
-        tensor=usable["tensor"],
-        pipeline=usable["pipeline"],
-        data=replicas,
-        micro_batch=usable.get("micro_batch", _usual_micro_batch(usable["pipeline"], replicas, limits)),
-        chunks=usable["chunks"],
-        sequence_parallel=sequence_parallel,
-        batch=limits.batch,
-        **chosen,
-    )
-    return wanted, [*problems, *_contradictions(wanted, given, limits)]
+        wrong["sequence_parallel"] = f"sequence_parallel must be True or False, got {sequence_parallel!r}"
+    every = counts | chosen | {"sequence_parallel": sequence_parallel}
+    given = {name: value for name, value in every.items() if name not in wrong}  # so that other problems are found, too
+    wanted = _filled_in(given, limits)
+    contradictions = list(_contradictions(wanted, given, limits))
+    if contradictions:
+        contradictions.append(_proposal(wanted, given, wrong, limits))
+    return wanted, [*wrong.values(), *contradictions]
 
 
-def _usual_micro_batch(pipeline: int, data: int, limits: Limits) -> int:
-    """Samples of a micro-batch where the user says none: stages take turns with many, a stage alone needs one."""
-    return 1 if pipeline > 1 and not limits.obstacle else max(1, limits.batch // data)
+def _filled_in(given: Mapping[str, Any], limits: Limits) -> Degrees:
+    """The degrees `given`, by name, with what follows from them, or usual ones, for the others."""
+    values: dict[str, Any] = {"tensor": 1, "pipeline": 1, "chunks": 1, "zero": 0, "recompute": "none"}
+    values |= {"sequence_parallel": False, "batch": limits.batch, **given}
+    values.setdefault("data", max(1, limits.n_devices // (values["tensor"] * values["pipeline"])))
+    values.setdefault("schedule", _INTERLEAVED if values["chunks"] > 1 else "1f1b")
+    # stages take turns with many micro-batches, a stage alone needs one
+    several = values["pipeline"] > 1 and not limits.obstacle
+    values.setdefault("micro_batch", 1 if several else max(1, limits.batch // values["data"]))
+    return Degrees(**values)
 
 
 def _contradictions(wanted: Degrees, given: Collection[str], limits: Limits) -> Iterator[str]:
@@ -84,44 +87,36 @@ def _contradictions(wanted: Degrees, given: Collection[str], limits: Limits) -> 
     yield from _of_counts(wanted, limits.n_layers)
     if wanted.chunks > 1 and wanted.schedule != _INTERLEAVED:
         yield f"chunks={wanted.chunks} needs schedule='{_INTERLEAVED}', got {wanted.schedule!r}"
+    yield from limits.refused(wanted)
 
 
 def _of_devices_and_batch(wanted: Degrees, given: Collection[str], limits: Limits) -> Iterator[str]:
     tensor, pipeline, data, batch = wanted.tensor, wanted.pipeline, wanted.data, wanted.batch
     samples = data * wanted.micro_batch
     each, uneven = divmod(batch, data)
-    right = functools.cache(lambda: _right(wanted, given, limits))  # a search, where something is wrong only
     if (product := tensor * pipeline * data) != limits.n_devices:
-        other = f"{right()} would be right" if right() else "give degrees whose product it is"
         are = f"{'is' if product == 1 else 'are'} {_number(product, 'device')}"
-        yield f"tensor={tensor} x pipeline={pipeline} x data={data} {are}, not {limits.n_devices}; {other}"
+        yield f"tensor={tensor} x pipeline={pipeline} x data={data} {are}, not {limits.n_devices}"
     if limits.obstacle:
         if data > 1 or wanted.micro_batch != batch:
-            yield f"the batch cannot be split, neither over replicas nor into micro-batches: {limits.obstacle}; " + (
-                f"{right()} would be right" if right() else f"it needs data=1 and micro_batch={batch}"
-            )
+            yield f"the batch cannot be split, neither over replicas nor into micro-batches: {limits.obstacle}"
         return
     if uneven:
         replicas = f"data={data} replicas share each batch"
         if "data" not in given:
             replicas = f"tensor={tensor} x pipeline={pipeline} leave data={data} replicas of {limits.n_devices} devices"
             replicas += ", which share each batch"
-        yield (
-            f"{replicas}, but the batch of {batch} samples is no multiple of {data}; give a batch that is, or "
-            f"{right() or 'other degrees'}"
-        )
+        yield f"{replicas}, but the batch of {_number(batch, 'sample')} is no multiple of {data}"
     elif each % wanted.micro_batch:
-        divisor = _fitting_micro_batch(data, wanted.micro_batch, limits)
-        proposed = f"{right()} would be right" if right() else f"micro-batches of {divisor} divide it"
         yield (
             f"data={data} x micro_batch={wanted.micro_batch} are {samples} samples at a time, but the batch of "
-            f"{batch} samples is no multiple of {samples}; {proposed}"
+            f"{_number(batch, 'sample')} is no multiple of {samples}"
         )
     if samples < min(limits.least, batch):
         at_once = "is 1 sample" if samples == 1 else f"are {samples} samples"
         yield (
             f"data={data} x micro_batch={wanted.micro_batch} {at_once} at a time, but the model's batch norm needs "
-            f"{limits.least} in a micro-batch; give {right() or 'another batch'}"
+            f"{limits.least} in a micro-batch"
         )
 
 
@@ -130,54 +125,72 @@ def _of_counts(wanted: Degrees, n_layers: int) -> Iterator[str]:
     if n_layers < wanted.n_stages:
         of = f"pipeline={pipeline} x chunks={chunks}" if chunks > 1 else f"pipeline={pipeline}"
         stages, layers = _number(wanted.n_stages, "stage"), _number(n_layers, "layer")
-        at_most = f"give at most {_number(n_layers, 'stage')}" if n_layers else "it has nothing to divide"
+        at_most = f"at most {_number(n_layers, 'stage')} can be" if n_layers else "it has nothing to divide"
         yield f"{of} makes {stages}, but the model has {layers}: some stages would have none; {at_most}"
     if chunks > 1 and pipeline == 1:
         yield f"chunks={chunks} needs pipeline=2 or more: the stages of a device alternate with those of others"
     if wanted.zero and data == 1:
-        yield f"zero={wanted.zero} cuts what replicas hold, and data=1 has no replicas; give zero=0"
+        yield f"zero={wanted.zero} cuts what replicas hold, and data=1 has no replicas"
     if wanted.sequence_parallel and tensor == 1:
         yield (
-            "sequence_parallel=True cuts activations over the devices that cut tensors, and tensor=1 has one; "
-            "give tensor=2 or more, or sequence_parallel=False"
+            "sequence_parallel=True cuts activations over the devices that cut tensors, and tensor=1 has one: it needs "
+            "tensor=2 or more"
         )
 
 
 # -- what would be right ----------------------------------------------------------------------------------------------
 
 
-def _right(wanted: Degrees, given: Collection[str], limits: Limits) -> str:
-    """What to give instead, so that nothing contradicts: `pipeline=3, data=2`; empty if there is no such thing.
+def _proposal(wanted: Degrees, given: Mapping[str, Any], wrong: Collection[str], limits: Limits) -> str:
+    """What to give instead, so that nothing is wrong: `pipeline=3, data=2 would be right`.
 
-    As few degrees as can be are others than those `wanted`, the replicas rather than the stages, and these rather than
-    the cut of tensors.
+    As few degrees as can be are others than those `given`: ZeRO and the replicas rather than the stages, and these
+    rather than the cut of tensors. wrong: the names whose values are none.
     """
-    found = []
-    for tensor in divisors(limits.n_devices):
-        for pipeline in divisors(limits.n_devices // tensor):
-            data = limits.n_devices // (tensor * pipeline)
-            usual = _usual_micro_batch(pipeline, data, limits)
-            asked = wanted.micro_batch if "micro_batch" in given else usual
-            micro_batch = _fitting_micro_batch(data, asked, limits)
-            if micro_batch is None:
-                continue
-            other = replace(wanted, tensor=tensor, pipeline=pipeline, data=data, micro_batch=micro_batch)
-            if not any(_of_counts(other, limits.n_layers)):
-                found.append((other, _changes(replace(wanted, micro_batch=asked), other, given)))
 
-    def effort(one: tuple[Degrees, dict[str, int]]) -> tuple[float, ...]:
-        other, changes = one
+    def effort(changes: Mapping[str, Any]) -> tuple[float, ...]:
+        other = _filled_in({**given, **changes}, limits)
         steps = (math.log(getattr(other, name) / getattr(wanted, name)) for name in ("tensor", "pipeline", "data"))
         return len(changes), "tensor" in changes, "pipeline" in changes, sum(map(abs, steps))
 
-    changes = next((changes for other, changes in sorted(found, key=effort) if limits.allows(other)), {})
-    return ", ".join(f"{name}={n}" for name, n in changes.items())
+    for changes in sorted(_changes(wanted, given, wrong, limits), key=effort):
+        other = {**given, **changes}
+        if not any(_contradictions(_filled_in(other, limits), other, limits)):
+            return f"{', '.join(f'{name}={value!r}' for name, value in changes.items())} would be right"
+    devices, samples = _number(limits.n_devices, "device"), _number(limits.batch, "sample")
+    return f"no degrees fit the model, {devices} and the batch of {samples}"
 
 
-def _changes(wanted: Degrees, other: Degrees, given: Collection[str]) -> dict[str, int]:
-    """The degrees to give for `other`; replicas that nobody gave follow from the rest."""
-    names = ("tensor", "pipeline", *(["data"] if "data" in given else []), "micro_batch")
-    return {name: getattr(other, name) for name in names if getattr(other, name) != getattr(wanted, name)}
+def _changes(
+    wanted: Degrees, given: Mapping[str, Any], wrong: Collection[str], limits: Limits
+) -> Iterator[dict[str, Any]]:
+    """What to give instead for each number of stages and of devices that cut tensors, the rest as near to `wanted` as
+    these, the devices and the batch allow."""
+    for tensor in divisors(limits.n_devices):
+        for pipeline in divisors(limits.n_devices // tensor):
+            data = limits.n_devices // (tensor * pipeline)
+            chunks = max(1, min(wanted.chunks, limits.n_layers // pipeline)) if pipeline > 1 else 1
+            follows = _filled_in({"tensor": tensor, "pipeline": pipeline, "chunks": chunks}, limits)
+            micro_batch = _fitting_micro_batch(data, given.get("micro_batch", follows.micro_batch), limits)
+            if micro_batch is None:
+                continue
+            other = replace(
+                wanted,
+                tensor=tensor,
+                pipeline=pipeline,
+                data=data,
+                micro_batch=micro_batch,
+                schedule=_INTERLEAVED if chunks > 1 else given.get("schedule", follows.schedule),
+                chunks=chunks,
+                zero=wanted.zero if data > 1 else 0,
+                sequence_parallel=wanted.sequence_parallel and tensor > 1,
+            )
+            nearest = {field.name: getattr(other, field.name) for field in fields(other)}
+            yield {
+                name: value
+                for name, value in nearest.items()
+                if name in wrong or value != given.get(name, getattr(follows, name))
+            }
 
 
 def _fitting_micro_batch(data: int, asked: int, limits: Limits) -> int | None:

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.errors import PlanError
 from autopar.plan.degrees import Degrees
 from autopar.planner.hand_plan.offences import Offences
 from autopar.planner.intra_op.elimination.choices import Edge
@@ -60,14 +59,10 @@ def penalties(
 ) -> Penalties:
     """What the degrees do not allow.
 
-    `batch_dims`: node -> the dimension that counts samples. `keys`: node -> what a plan calls its operator.
-
-    Raises PlanError that names the operators with sizes that the degrees do not divide.
+    `degrees`: those that divide the sizes of the model, see `CutSizes.not_divided`. `batch_dims`: node -> the dimension
+    that counts samples. `keys`: node -> what a plan calls its operator.
     """
     offences = Offences(problem, degrees, batch_dims, keys)
-    problems = offences.sizes.not_divided(degrees.tensor, degrees.tensor * degrees.pipeline * degrees.data)
-    if problems:
-        raise PlanError("the model cannot follow the degrees:\n  " + "\n  ".join(problems))
     same: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
 
     def shared(counts: np.ndarray) -> np.ndarray:

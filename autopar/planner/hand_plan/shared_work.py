@@ -112,7 +112,7 @@ class SharedWork:
         rows = max(1, example.program.batch_size)
         module = self.folded.module
         task = ShardingTask(module, self.mesh_program.inputs(rows), rows, cluster, training=example.training)
-        return CutSizes(task, self.facts(task), example.batching.batch_dims, self.keys)
+        return CutSizes(task, self.facts(task), example.batching.batch_dims, self.keys, self.folded.representatives)
 
     def facts(self, task: ShardingTask) -> GraphFacts:
         if task.rows not in self._facts:
@@ -130,7 +130,7 @@ class SharedWork:
         """The strategies that the degrees allow on a mesh, and notes about operators that do not follow them.
 
         `pattern`: how the mesh's devices lie on nodes; equal ones cost the same. `batch_dims`: node -> the dimension
-        that counts samples. Raises PlanError like `penalties`.
+        that counts samples.
         """
         known = self._problem(task, mesh, pattern)
         wanted = Allowed.by(degrees), tuple(batch_dims.items())

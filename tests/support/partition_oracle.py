@@ -263,7 +263,9 @@ def objective(problem: Problem, stages: Stages, before: frozenset[int] = frozens
     for stage in stages:
         time = stage_time(problem, stage)
         weight = pass_times(problem, stage)[2]
-        delayed = min(2 * (weight + problem.overhead_of(stage.recompute)), time) if problem.weight is not None else 0.0
+        single, split = m <= stage.replicas and problem.chunks == 1, problem.weight is not None
+        parts = (1 if single else 2) * (weight + problem.overhead_of(stage.recompute))
+        delayed = min(parts, time) if split else 0.0
         gradient = shared_bytes(space_of(problem, stage).gradients, stage.atoms)
         kind = problem.kinds[stage.kind]
         reduction = not_hidden(problem, stage, float(kind.reduction(stage.replicas, Gradients(np.array(gradient)))))
@@ -277,20 +279,19 @@ def objective(problem: Problem, stages: Stages, before: frozenset[int] = frozens
         reduction += float(kind.exchanged(Gradients(np.array(tied))))
         total += (time - delayed) if problem.sum_counts else 0.0
         passes = (math.ceil(m / stage.replicas) - 1) * each_more(problem, stage) + delayed
-        if m <= stage.replicas and problem.weight is None:
+        if single and not split:
             total -= lacking_accumulation(problem, stage) if problem.sum_counts else 0.0
         else:
             passes = max(0.0, passes - lacking_accumulation(problem, stage))
-        slowest = max(slowest, passes + max(0.0, reduction - meanwhile(problem, stage, before)))
+        if not problem.sum_counts or problem.chunks > 1 or (split and not single) or not before:
+            behind = 0.0
+        else:
+            _, backward, weight = pass_times(problem, replace(stage, atoms=before, recompute=Recompute.NONE))
+            behind = backward - weight
+        late = passes + reduction - behind if single else passes + max(0.0, reduction - behind)
+        slowest = max(slowest, late)
         before |= stage.atoms
     return total + slowest
-
-
-def meanwhile(problem: Problem, stage: OracleStage, before: frozenset[int]) -> float:
-    """The last backward of the atoms `before` a stage, as one stage of its kind."""
-    if problem.weight is not None or problem.chunks > 1 or not problem.sum_counts or not before:
-        return 0.0
-    return pass_times(problem, replace(stage, atoms=before, recompute=Recompute.NONE))[1]
 
 
 def lacking_accumulation(problem: Problem, stage: OracleStage) -> float:

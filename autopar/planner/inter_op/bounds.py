@@ -8,7 +8,8 @@ c, so that stages on D devices in all, on at most R each, have
 
 where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m. On
 meshes of several devices all devices of a mesh are busy with the stage: w and c count once for each of them. As
-f_s + p_s >= m / r t_s, too, the objective is at least m (w + c) / D, which is more where replicas are many. A cut
+f_s + p_s >= m / r t_s, too, the objective is at least m (w + c) / D, which is more where replicas are many (but not for
+single micro-batches whose delayed work runs behind earlier stages). A cut
 divides the devices, too. The first micro-batch of a replica lacks the accumulation of gradients, at most that of the
 whole model. What crosses a cut is sent by a stage before it, and received by one after it:
 
@@ -158,7 +159,7 @@ class _Relaxed:
         micro-batch."""
         found = fills + np.maximum(self.rounds * slowest - self.lacking, 0.0)
         problem = self._problem
-        if problem.sum_counts and problem.chunks == 1:
+        if problem.sum_counts and problem.chunks == 1 and not (problem.weight is not None and self._one_round):
             found = np.maximum(found, problem.n_microbatches * slowest - self.lacking)
         return np.asarray(found)
 
@@ -207,7 +208,9 @@ class _Relaxed:
         problem, used = self._problem, np.flatnonzero(self._counts)
         if not problem.sum_counts:
             return np.zeros(problem.n_atoms)
-        work = (self._every - 2 * problem.most_delayed)[np.isin(self._pools, used)].min(axis=0)
+        work = (self._every - min(2, problem.n_microbatches) * problem.most_delayed)[np.isin(self._pools, used)].min(
+            axis=0
+        )
         return np.asarray(work / problem.chunks - (problem.most_lacking if self._one_round else 0.0))
 
     def _cheapest(self, seconds: np.ndarray) -> np.ndarray:

@@ -129,25 +129,30 @@ class Costs:
 
     def max_term(self, mode: Mode, replicas: int) -> np.ndarray:
         """p_s in seconds, [n_pairs]."""
-        terms, seconds = self.terms_of(mode, replicas), self._seconds[mode.kind]
+        problem, terms, seconds = self.problem, self.terms_of(mode, replicas), self._seconds[mode.kind]
         passes = self._rounds(replicas) * terms.each_more + terms.delayed
-        if self.problem.accumulation is not None and not self._lacks_in_fill(replicas):
-            passes = np.maximum(passes - self.problem.chunks * seconds.lacking(mode.recompute), 0.0)
+        split, single = problem.weight is not None, self._single(replicas)
+        if problem.accumulation is not None and (split or not single):
+            passes = np.maximum(passes - problem.chunks * seconds.lacking(mode.recompute), 0.0)
         after = seconds.reduced(replicas) + seconds.once
-        if self.problem.sum_counts and self.problem.chunks == 1:
-            after = np.maximum(after - seconds.meanwhile, 0.0)
-        return passes + after
+        if not problem.sum_counts or problem.chunks > 1 or (split and not single):
+            return passes + after
+        if single:  # what it delays runs behind earlier stages, too
+            return np.maximum(passes + after - seconds.meanwhile, 0.0)
+        return passes + np.maximum(after - seconds.meanwhile, 0.0)
 
     def _rounds(self, replicas: int) -> int:
         """Micro-batches of a replica after its first; of a device, pairs of a stage and a micro-batch."""
         return math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
 
-    def _lacks_in_fill(self, replicas: int) -> bool:
-        """Whether what the first micro-batch lacks is missing in the fill: without another one, in all that a stage
-        computes. A later micro-batch lacks nothing. It is the last one of stages before the slowest one, so that of all
-        stages with several micro-batches only the slowest one counts as lacking it, in its max term.
+    def _single(self, replicas: int) -> bool:
+        """Whether a replica has one micro-batch.
+
+        Its backward adds its gradients to none, and has one weight part to delay. A later micro-batch lacks nothing. It
+        is the last one of stages before the slowest one, so that of all stages with several micro-batches only the
+        slowest one counts as lacking the accumulation, in its max term; with one, all do, in their fills.
         """
-        return not self._rounds(replicas) and self.problem.weight is None
+        return not self._rounds(replicas)
 
     def max_term_of(self, mode: Mode, replicas: int, start: int, stop: int) -> float:
         """p_s in seconds of a stage that fits the memory."""
@@ -234,13 +239,13 @@ class Costs:
     def terms_of(self, mode: Mode, replicas: int) -> Terms:
         """The terms of stages with `replicas`, which share the network cards of their nodes."""
         lane = self.problem.kinds[mode.kind].lane(replicas)
-        key = (mode, lane, self._lacks_in_fill(replicas))
+        key = (mode, lane, self._single(replicas))
         if key not in self._known_terms:
             self._known_terms[key] = self._terms(*key)
         return self._known_terms[key]
 
-    def _terms(self, mode: Mode, lane: Lane, lacks: bool) -> Terms:
-        """`lacks`: see `_lacks_in_fill`."""
+    def _terms(self, mode: Mode, lane: Lane, single: bool) -> Terms:
+        """`single`: see `_single`."""
         problem, tables = self.problem, self.problem.tables(mode.kind)
         kind, share = problem.kinds[mode.kind], problem.bytes_share
         forward, backward, weight = self._seconds[mode.kind].passes(mode.recompute)
@@ -261,9 +266,9 @@ class Costs:
             each_more = np.maximum(there + back, np.maximum(in_there, in_back))
         delayed = np.zeros_like(time)
         if problem.weight is not None:
-            delayed = np.minimum(2 * (weight + overhead), time)
+            delayed = np.minimum((1 if single else 2) * (weight + overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
-        if lacks and problem.accumulation is not None and problem.sum_counts:
+        if single and problem.weight is None and problem.accumulation is not None and problem.sum_counts:
             fill = fill - self._seconds[mode.kind].lacking(mode.recompute)
         in_flight, working = activation_bytes(tables.activations, mode.recompute)
         once = tables.resident + share * working

@@ -133,12 +133,12 @@ class StageSeconds:
 
     @cached_property
     def meanwhile(self) -> np.ndarray:
-        """Seconds that earlier stages still run backwards when a stage is through, [n_pairs], as if one stage on this
-        kind had all their atoms. Backwards in two parts end everywhere at about the same time."""
-        if self.of.weight is not None:
-            return np.zeros(self.n_pairs)
+        """Seconds of the last backwards of earlier stages, which run while a stage does what happens once a step,
+        [n_pairs]: without what they delay, and as if one stage on this kind had all their atoms."""
         first, before = self._pairs.start == 0, np.zeros(len(self._pairs.number))
-        before[self._pairs.stop[first]] = self.passes().backward[first]
+        taken = self.passes()
+        backward = taken.backward if self.of.weight is None else taken.backward - taken.weight
+        before[self._pairs.stop[first]] = backward[first]
         return np.asarray(before[self._pairs.start])
 
     def _not_hidden(self, replicas: int, reduction: np.ndarray) -> np.ndarray:

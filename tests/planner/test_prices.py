@@ -25,6 +25,7 @@ from autopar.costs.estimated import estimate_costs
 from autopar.costs.gradient_reduction import BUCKET, bucketed, reduction_seconds
 from autopar.costs.operator_cost import OperatorCost, Weight
 from autopar.costs.python_overhead import ACTION_OVERHEAD
+from autopar.costs.recipe import Recipe
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.device_pools import neighbours
@@ -308,13 +309,15 @@ def test_with_one_micro_batch_the_objective_is_the_simulated_step_with_the_optim
     n = len(seconds)
     cut = data.draw(st.integers(1, n - 1))
     costs = line_of(seconds, [4 * int(each * (1 << 18)) for each in mbytes[:n]], Cluster.preset("8xH100"), sent=4.0)
+    costs = replace(costs, recipe=Recipe())
     searching = Searching(costs, replace(OPTIONS, optimizer="adamw"))
     assume(len(searching.atoms.nodes) == n)
     price = price_of_two_stages(searching, cut, 1, schedule)
     arrangement = replace(two_stages(searching, cut, 1), schedule=schedule)
     conditions = replace(INSIDE, optimizer="adamw")
     step = predicted_step(costs, searching.atoms, arrangement, conditions).timeline().step_time
-    assert price == pytest.approx(step, rel=SAME, abs=2e-5)  # a transfer's latency
+    latency = searching.problem(1, schedule, searching.full).kinds[0].lane(1).latency
+    assert price == pytest.approx(step, rel=SAME, abs=3 * latency)  # a gradient is on its way meanwhile, too
 
 
 def price_of_two_stages(searching: Searching, cut: int, m: int, schedule: str) -> float:

@@ -287,7 +287,7 @@ def objective(problem: Problem, stages: Stages, before: frozenset[int] = frozens
             behind = 0.0
         else:
             _, backward, weight = pass_times(problem, replace(stage, atoms=before, recompute=Recompute.NONE))
-            behind = backward - weight
+            behind = backward - weight + problem.overhead
         late = passes + reduction - behind if single else passes + max(0.0, reduction - behind)
         slowest = max(slowest, late)
         before |= stage.atoms

@@ -137,9 +137,10 @@ class Costs:
         after = seconds.reduced(replicas) + seconds.once
         if not problem.sum_counts or problem.chunks > 1 or (split and not single):
             return passes + after
+        meanwhile = seconds.meanwhile + np.where(self._pairs.start > 0, problem.overhead, 0.0)
         if single:  # what it delays runs behind earlier stages, too
-            return np.maximum(passes + after - seconds.meanwhile, 0.0)
-        return passes + np.maximum(after - seconds.meanwhile, 0.0)
+            return np.maximum(passes + after - meanwhile, 0.0)
+        return passes + np.maximum(after - meanwhile, 0.0)
 
     def _rounds(self, replicas: int) -> int:
         """Micro-batches of a replica after its first; of a device, pairs of a stage and a micro-batch."""

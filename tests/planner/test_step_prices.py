@@ -89,7 +89,7 @@ def test_the_objective_of_a_stage_is_the_simulated_step_with_launches_and_the_op
     step = predicted_step(costs, searching.atoms, arrangement, ADAM)
     assert step.stages[0].optimizer > 0
     terms, mode = Costs(problem, problem.counts), Mode(0, recompute)
-    found = float((terms.terms_of(mode, 1).fill + terms.max_term(mode, replicas))[terms.pair(0, -1)])
+    found = float((terms.terms_of(mode, replicas).fill + terms.max_term(mode, replicas))[terms.pair(0, -1)])
     assert found == pytest.approx(step.timeline().step_time, rel=SAME)
     plan = as_plan(costs, searching.atoms, arrangement, step, step.timeline(), "adam")
     loaded = step_of_plan(Plan.from_json(plan.to_json()))

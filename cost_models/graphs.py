@@ -144,6 +144,10 @@ def private_module(module: nn.Module, private: Callable[[Any], Any]) -> nn.Modul
     new._parameters = {k: None if v is None else private(v) for k, v in module._parameters.items()}
     new._buffers = {k: None if v is None else private(v) for k, v in module._buffers.items()}
     new._modules = {k: None if v is None else private_module(v, private) for k, v in module._modules.items()}
+    if isinstance(new, nn.modules.batchnorm._BatchNorm) and new.momentum is None:
+        counter = new.num_batches_tracked
+        if counter is not None and counter.is_meta:
+            new.momentum = 1.0  # the mean over all batches reads their number, which has no value here
     return new
 
 

@@ -289,7 +289,11 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=two,zero=4"), "zero must be one of 0, 1, 2, 3, got 4", 2),
         ((*ON_CLUSTER, "--by-hand", "a=tensr=2,zero=,zero=1,data"), "zero has no value", 2),
         ((*ON_CLUSTER, "--by-hand", "a=data=2", "--by-hand", "a=data=2"), "another plan has the name 'a'", 2),
-        ((*ON_CLUSTER, "--by-hand", "a=zero=4", "--by-hand", "b=recompute=all"), "b: the plan by hand cannot be followed", 2),
+        (
+            (*ON_CLUSTER, "--by-hand", "a=zero=4", "--by-hand", "b=recompute=all"),
+            "b: the plan by hand cannot be followed",
+            2,
+        ),
         ((*ON_CLUSTER, "--by-hand", "a=zero=4,launch=slow"), "launch must be one of", 2),
         ((*ON_CLUSTER, "--split", "auto=0:0,2:1"), "the automatic plan has the name 'auto'", 2),
         ((*ON_CLUSTER, "--split", "a=0:0,2:1", "--split", "a=0:0,1:1"), "another plan has the name 'a'", 2),

@@ -80,7 +80,8 @@ def is_training_batch_norm(node: fx.Node, module: fx.GraphModule) -> bool:
 def _least_rows(module: fx.GraphModule) -> int:
     """Samples in the smallest micro-batch: torch refuses batch norms of one value per channel, whose output is zero."""
     norms = [n.args[0] for n in module.graph.nodes if is_training_batch_norm(n, module)]
-    shapes = [n.meta["val"].shape for n in norms if isinstance(n, fx.Node) and "val" in n.meta]
+    # symbolic_trace records no shapes: then any may have one value per channel.
+    shapes = [n.meta["val"].shape if "val" in n.meta else () for n in norms if isinstance(n, fx.Node)]
     return 2 if any(math.prod(shape[2:]) == 1 for shape in shapes) else 1
 
 

@@ -17,7 +17,7 @@ from models import assert_same_gradients, gradients
 from torch import nn
 
 import autopar
-from autopar import AutoparWarning, InputError, PipelinedModule, Plan
+from autopar import AutoparWarning, Cluster, InputError, PipelinedModule, Plan
 from autopar.lower.deferred_batch_norm import merged
 
 
@@ -145,6 +145,22 @@ def test_a_cumulative_mean_over_batches_is_one(affine: bool) -> None:
         pm(x).sum().backward()
     assert_same_statistics(model, original)
     assert not affine or model[0].weight.grad is not None
+
+
+def test_a_cumulative_mean_is_planned_at_hand_ahead_and_by_hand() -> None:
+    """torch refuses one value per channel, also where the graph does not record that a sample has no more."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 2))
+    original, x, y = copy.deepcopy(model), torch.randn(8, 4), torch.randn(8, 2)
+    call = {"example_args": (x,), "target": y, "loss_fn": nn.functional.mse_loss}
+    found = autopar.parallelize(copy.deepcopy(model), ["cpu", "cpu"], **call).plan
+    assert found is not None
+    assert found.n_microbatches <= 4
+    assert autopar.plan(model, Cluster.preset("2xH100"), **call).predicted_step_time
+    plan = Plan.by_hand(model, ["cpu", "cpu"], pipeline=2, micro_batch=8, example_args=(x,))
+    assert len(plan.stages) == 2
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
+    torch.testing.assert_close(pm(x), original(x))
+    assert_same_statistics(model, original)
 
 
 def test_evaluation_uses_and_does_not_move_them() -> None:

@@ -55,7 +55,7 @@ def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -
 @settings(max_examples=examples(60), deadline=None)
 @given(problems(most=4), st.sampled_from([1, 3_000_000]))
 def test_problems_of_one_search_are_solved_as_if_each_were_alone(problem: Problem, most_pairs: int) -> None:
-    """They share the seconds of stages on equal kinds, of which few may be kept at a time."""
+    """They share the seconds of stages on equal kinds, even if few of these are kept at a time."""
     faster = [dataclasses.replace(kind, latency=0.0, exchange=None, optimizer=None) for kind in problem.kinds]
     roomier = [dataclasses.replace(kind, memory=math.inf, count=kind.count + 1) for kind in problem.kinds]
     changes: list[dict[str, Any]] = [

@@ -145,7 +145,7 @@ def _proposal(wanted: Degrees, given: Mapping[str, Any], wrong: Collection[str],
     """What to give instead, so that nothing is wrong: `pipeline=3, data=2 would be right`.
 
     As few degrees as can be are others than those `given`: ZeRO and the replicas rather than the stages, and these
-    rather than the cut of tensors. wrong: the names whose values are none.
+    rather than the cut of tensors. wrong: names of the degrees whose values cannot be used.
     """
 
     def effort(changes: Mapping[str, Any]) -> tuple[float, ...]:

@@ -8,10 +8,10 @@ c, so that stages on D devices in all, on at most R each, have
 
 where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m. On
 meshes of several devices all devices of a mesh are busy with the stage: w and c count once for each of them. As
-f_s + p_s >= m / r t_s, too, the objective is at least m (w + c) / D, which is more where replicas are many (but not for
-single micro-batches whose delayed work runs behind earlier stages). A cut
-divides the devices, too. The first micro-batch of a replica lacks the accumulation of gradients, at most that of the
-whole model. What crosses a cut is sent by a stage before it, and received by one after it:
+f_s + p_s >= m / r t_s, too, the objective is at least m (w + c) / D, which is more where replicas are many. That does not
+hold for a single micro-batch whose delayed work runs behind earlier stages. A cut divides the devices, too. The first
+micro-batch of a replica lacks the accumulation of gradients, at most that of the whole model. What crosses a cut is sent
+by a stage before it, and received by one after it:
 
     D devices:   D1 before | D2 after     max p_s >= (m - R) max((w1 + sent) / D1, (w2 + received) / D2)
 
@@ -208,9 +208,8 @@ class _Relaxed:
         problem, used = self._problem, np.flatnonzero(self._counts)
         if not problem.sum_counts:
             return np.zeros(problem.n_atoms)
-        work = (self._every - min(2, problem.n_microbatches) * problem.most_delayed)[np.isin(self._pools, used)].min(
-            axis=0
-        )
+        undelayed = self._every - min(2, problem.n_microbatches) * problem.most_delayed
+        work = undelayed[np.isin(self._pools, used)].min(axis=0)
         return np.asarray(work / problem.chunks - (problem.most_lacking if self._one_round else 0.0))
 
     def _cheapest(self, seconds: np.ndarray) -> np.ndarray:

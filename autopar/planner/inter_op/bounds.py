@@ -8,10 +8,10 @@ c, so that stages on D devices in all, on at most R each, have
 
 where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m. On
 meshes of several devices all devices of a mesh are busy with the stage: w and c count once for each of them. As
-f_s + p_s >= m / r t_s, too, the objective is at least m (w + c) / D, which is more where replicas are many. That does not
-hold for a single micro-batch whose delayed work runs behind earlier stages. A cut divides the devices, too. The first
-micro-batch of a replica lacks the accumulation of gradients, at most that of the whole model. What crosses a cut is sent
-by a stage before it, and received by one after it:
+f_s + p_s >= m / r t_s, too, the objective is at least m (w + c) / D, which is more where replicas are many. That does
+not hold for a single micro-batch whose delayed work runs behind earlier stages. A cut divides the devices, too. The
+first micro-batch of a replica lacks the accumulation of gradients, at most that of the whole model. What crosses a cut
+is sent by a stage before it, and received by one after it:
 
     D devices:   D1 before | D2 after     max p_s >= (m - R) max((w1 + sent) / D1, (w2 + received) / D2)
 

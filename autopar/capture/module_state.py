@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ def _own(module: nn.Module) -> dict[str, Any]:
 TORCHS_OWN = frozenset(vars(nn.Module()))
 """Names of the attributes that torch keeps in every module."""
 
+_HOOK_TABLES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict))
+
 
 def _content(value: Any) -> Any:
     """A shallow copy of a container; other values as they are."""
@@ -36,10 +39,12 @@ def _content(value: Any) -> Any:
 
 
 class Attributes:
-    """The attributes of some modules at one time."""
+    """The attributes and the hooks of some modules at one time."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._seen = [(module, {k: (v, _content(v)) for k, v in _own(module).items()}) for module in modules]
+        tables = [getattr(module, name) for module in modules for name in _HOOK_TABLES]
+        self._hooks = [(table, table.copy()) for table in tables]
 
     def changed(self) -> str:
         """`Class.attribute` of the first attribute that has changed since; "" if none has."""
@@ -51,7 +56,10 @@ class Attributes:
         return ""
 
     def restore(self) -> None:
-        """Set all attributes, and the contents of lists, dicts and sets, as they were."""
+        """Set all attributes, the contents of lists, dicts and sets, and the hooks as they were.
+
+        Both, as code may keep in an attribute that it has registered its hooks.
+        """
         for module, before in self._seen:
             for name in [name for name in _own(module) if name not in before]:
                 del module.__dict__[name]
@@ -62,11 +70,15 @@ class Attributes:
                     value.clear()
                     value.update(content)
                 module.__dict__[name] = value
+        for table, hooks in self._hooks:
+            if table != hooks:
+                table.clear()
+                table.update(hooks)
 
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """On leaving, the attributes of all modules are what they were."""
+    """On leaving, the attributes and the hooks of all modules are what they were."""
     attributes = Attributes(list(model.modules()))
     try:
         yield

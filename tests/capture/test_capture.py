@@ -252,6 +252,30 @@ def test_a_model_that_remembers_calls_in_plain_attributes_is_refused_or_warned_o
     assert (model.calls, model.last) == (0, None)
 
 
+class HookedOnFirstCall(nn.Module):
+    """Registers a hook in its first call, as libraries do that record hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hooked = nn.Linear(4, 4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.hooked:
+            self.linear.register_forward_hook(lambda module, args, output: output * 2)
+            self.hooked = True
+        return self.linear(x)
+
+
+def test_hooks_that_the_code_registers_are_not_registered_twice() -> None:
+    model, x = HookedOnFirstCall(), torch.randn(3, 4)
+    expected = 2 * model.linear(x)
+    with pytest.warns(AutoparWarning, match="forward assigns hooked"):
+        capture(model, (x,), {})
+    assert not model.linear._forward_hooks
+    for _ in range(2):
+        assert_same_outputs(model(x), expected)
+
+
 def test_modules_with_several_names_are_captured_by_export_and_watched_under_each() -> None:
     model, x = SharedModules(CountingLinear), torch.randn(3, 12)
     names = {id(p): name for name, p in model.named_parameters()}

@@ -320,6 +320,32 @@ def test_with_one_micro_batch_the_objective_is_the_simulated_step_with_the_optim
     assert price == pytest.approx(step, rel=SAME, abs=3 * latency)  # a gradient is on its way meanwhile, too
 
 
+@given(
+    seconds=st.lists(st.floats(1e-3, 1e-1), min_size=2, max_size=5),
+    m=st.sampled_from([1, 2, 4, 8]),
+    data=st.data(),
+)
+def test_where_the_caller_computes_the_loss_split_backwards_count_as_delaying_one_weight_part(
+    seconds: list[float], m: int, data: st.DataObject
+) -> None:
+    """The objective is the simulated step where the first stage is the slowest, and above it elsewhere: a slow later
+    stage could delay more."""
+    n = len(seconds)
+    cut = data.draw(st.integers(1, n - 1))
+    costs = line_of(seconds, [4] * n, Cluster.preset("8xH100"), sent=4.0)
+    searching = Searching(costs, replace(OPTIONS, loss_inside=False))
+    assume(len(searching.atoms.nodes) == n)
+    whole, split = (price_of_two_stages(searching, cut, m, schedule) for schedule in ("gpipe", "zb-h1"))
+    arrangement = replace(two_stages(searching, cut, m), schedule="zb-h1")
+    conditions = replace(INSIDE, loss_inside=False)
+    step = predicted_step(costs, searching.atoms, arrangement, conditions).timeline().step_time
+    latency = searching.problem(m, "zb-h1", searching.full).kinds[0].lane(1).latency
+    assert step <= split * (1 + SAME) + 2 * m * latency
+    assert split <= whole * (1 + SAME)
+    if sum(seconds[:cut]) >= sum(seconds[cut:]):
+        assert split == pytest.approx(step, rel=SAME, abs=2 * m * latency)
+
+
 def price_of_two_stages(searching: Searching, cut: int, m: int, schedule: str) -> float:
     """The objective of two stages on single devices, the first with `cut` atoms of a line."""
     problem = searching.problem(m, schedule, searching.full)

@@ -323,10 +323,7 @@ class Searching(SearchSpace):
             return
         kinds = [found.problem.kinds[stage.kind].name for stage in found.solution.stages]
         names = tuple(kinds) if self.costs.configurations else ()
-        schedules = [config.schedule]
-        if self.options.schedule is None:
-            schedules += [name for name in self._not_searched if self.searched_as(name) == config.schedule]
-        for schedule in schedules:
+        for schedule in self._simulated_as(config.schedule):
             recompute = tuple(s.recompute for s in found.solution.stages)
             arrangement = Arrangement(stages, groups, config.n_microbatches, schedule, recompute, names)
             step = predicted_step(self.costs, self.atoms, arrangement, self.options.conditions)
@@ -343,18 +340,13 @@ class Searching(SearchSpace):
 
     def searched_as(self, schedule: str) -> str:
         """The schedule whose partitions serve `schedule`."""
-        served_by = {"gpipe": "1f1b", "zb-h1": "gpipe"}.get(schedule, schedule)
-        return schedule if schedule in self.schedules else served_by
+        return "1f1b" if schedule == "gpipe" and schedule not in self.schedules else schedule
 
-    @cached_property
-    def _not_searched(self) -> list[str]:
-        """Schedules to simulate beside those that are searched.
-
-        Where the caller computes the loss, the objective of zb-h1 is that of gpipe; its backwards still pass the
-        gradients on before they compute those of parameters.
-        """
-        phased = self.costs.training and not self.options.loss_inside
-        return [name for name in ("gpipe", *(["zb-h1"] if phased else [])) if name not in self.schedules]
+    def _simulated_as(self, searched: str) -> list[str]:
+        """The schedules that partitions found for one of them are simulated under."""
+        if self.options.schedule is not None:
+            return [searched]
+        return [searched, *(["gpipe"] if searched == self.searched_as("gpipe") != "gpipe" else [])]
 
     def _by_promise(self) -> list[int]:
         """Numbers of micro-batches, the lowest relaxed bound first: a good plan cuts later searches short."""

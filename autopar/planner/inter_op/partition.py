@@ -15,9 +15,10 @@ w_s = 0 for other schedules):
     a_s = accumulation of gradients, which the first micro-batch of a replica lacks (with m <= r_s, f_s lacks it)
     o_s = what happens once a step: collectives of its mesh, gradients of parameters that another stage has, too, and
           the optimizer's step
-    b_s = the backward of all atoms before the stage, on its kind of devices, which runs meanwhile; 0 if it is split, as
-          those end everywhere at about the same time. With m <= r_s there is one weight part to delay: d_s = w_s, and
-          all of p_s may run meanwhile, with b_s for the other part of the backward
+    b_s = the backward of all atoms before the stage, on its kind of devices, which runs meanwhile, less its weight
+          part; 0 with d_s = 2 w_s, as split backwards end everywhere at about the same time
+    d_s = w_s where there is one weight part to delay: with m <= r_s, when all of p_s may run meanwhile, and where all
+          forwards come first, for a loss that the caller computes
 
 With equal stages that is (m + p - 1) t for GPipe and 1F1B, and m t + (p - 1)(F + I - W) for ZB-H1. With v stages on a
 device (interleaved 1F1B) every device counts as v of them, f_s = t_s / v and p_s = (m v - 1) t_s: (m v + p - 1) t with

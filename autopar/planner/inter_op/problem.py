@@ -82,6 +82,7 @@ class Problem:
     kinds: tuple[DeviceKind, ...]
     max_replicas: int  # of one stage
     weight: np.ndarray | None = None  # [n_kinds, n] seconds of `backward` that a split backward may delay
+    most_delayed_parts: int = 2  # weight parts that a stage delays into the bubble; 1 where all forwards come first
     captured: Captured | None = None  # of stages that are not compiled; None: all stages run alike
     once: np.ndarray | None = None  # [n_kinds, n] seconds once a step, however many micro-batches and replicas
     # [n_kinds, n] seconds of `backward`, and of `weight`, that the first micro-batch of each replica lacks.

@@ -106,17 +106,17 @@ class SearchSpace:
         space = space or self._space
         kinds = self._kinds(config, space)
         times = [self._times(kind.name, max(1, busy // kind.width), rows).under(schedule) for kind in kinds]
-        # If the caller computes the loss, all forwards come first: then every schedule holds what gpipe holds, and no
-        # schedule can delay work into bubbles.
+        # If the caller computes the loss, all forwards come first: then every schedule holds what gpipe holds, and only
+        # the bubble of the backwards has room for work that is delayed.
         phased = costs.training and not self.options.loss_inside
-        split = schedule == "zb-h1" and not phased
         behind = phased or config.sends_behind or schedule in ("gpipe", "interleaved-1f1b")
         most_replicas = min(self.most_replicas, config.most_replicas or self.most_replicas)
         return Problem(
             space=space,
             forward=np.maximum([t.kernels.forward for t in times], 0.0),
             backward=np.maximum([t.kernels.backward for t in times], 0.0),
-            weight=np.maximum([t.kernels.weight for t in times], 0.0) if split else None,
+            weight=np.maximum([t.kernels.weight for t in times], 0.0) if schedule == "zb-h1" else None,
+            most_delayed_parts=1 if phased else 2,
             captured=captured_of(times),
             launches=launches_of(times),
             overlapping=overlapping_of(times, costs.overlap),
@@ -349,9 +349,11 @@ class SearchSpace:
         its sends run behind passes, which a large search leaves out."""
         if self.options.schedule is not None:
             return [self.options.schedule]
-        if not self.costs.training or not self.options.loss_inside:
-            # All forwards come before the caller's loss: no schedule holds fewer micro-batches than gpipe.
+        if not self.costs.training:
             return ["gpipe", "interleaved-1f1b"]
+        if not self.options.loss_inside:
+            # All forwards come before the caller's loss: no schedule holds fewer micro-batches than gpipe.
+            return ["gpipe", "zb-h1", "interleaved-1f1b"]
         return ["1f1b", "zb-h1", *(["gpipe"] if self.sends_looked_at else []), "interleaved-1f1b"]
 
     @property

@@ -135,7 +135,8 @@ class Costs:
         if problem.accumulation is not None and (split or not single):
             passes = np.maximum(passes - problem.chunks * seconds.lacking(mode.recompute), 0.0)
         after = seconds.reduced(replicas) + seconds.once
-        if not problem.sum_counts or problem.chunks > 1 or (split and not single):
+        ends_with_others = split and self._delayed_parts(single) == 2
+        if not problem.sum_counts or problem.chunks > 1 or ends_with_others:
             return passes + after
         meanwhile = seconds.meanwhile + np.where(self._pairs.start > 0, problem.overhead, 0.0)
         if single:  # what it delays runs behind earlier stages, too
@@ -154,6 +155,10 @@ class Costs:
         slowest one counts as lacking the accumulation, in its max term; with one, all do, in their fills.
         """
         return not self._rounds(replicas)
+
+    def _delayed_parts(self, single: bool) -> int:
+        """Weight parts of a split backward that run in the bubble."""
+        return 1 if single else self.problem.most_delayed_parts
 
     def max_term_of(self, mode: Mode, replicas: int, start: int, stop: int) -> float:
         """p_s in seconds of a stage that fits the memory."""
@@ -267,7 +272,7 @@ class Costs:
             each_more = np.maximum(there + back, np.maximum(in_there, in_back))
         delayed = np.zeros_like(time)
         if problem.weight is not None:
-            delayed = np.minimum((1 if single else 2) * (weight + overhead), time)
+            delayed = np.minimum(self._delayed_parts(single) * (weight + overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
         if single and problem.weight is None and problem.accumulation is not None and problem.sum_counts:
             fill = fill - self._seconds[mode.kind].lacking(mode.recompute)

@@ -42,7 +42,7 @@ class Found:
     searching: Searching
     candidates: list[Candidate]
     best: Candidate | None = None
-    excess: float = math.inf  # smallest share of the memory that a dropped candidate needs
+    excess: float = math.inf  # smallest share of the memory that a dropped candidate needs; of all searches at the end
     room: float = math.inf  # smallest share of the formula's bytes of a dropped stage that its device has
     peaks: dict[int, Peaks] = field(default_factory=dict)  # by id of the candidate
 
@@ -87,23 +87,26 @@ def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshe
     found = _searched(costs, options, choose, meshes)
     for width in found.searching.only_on_some_devices if isinstance(found.searching, SearchingAtHand) else ():
         found = _faster(found, _searched(costs, options, choose, meshes, width))
+    least = found.excess
     if costs.rehearsal is not None and costs.alone and _looks_again(found):
-        found = _with_fewer_bytes(found, costs, options, choose)
+        fewer = _with_fewer_bytes(costs, options, choose)
+        found, least = _faster(found, fewer), min(least, fewer.excess)
     for _ in range(_MOST_SEARCHES):
         if found.best is not None or not math.isfinite(found.excess):
             break
         # With fewer bytes than what the formula says of a dropped stage, the search would find that stage again.
         factor = max(found.searching.options.bytes_factor * found.excess, found.room) * _STEP
         found = _searched(costs, replace(options, bytes_factor=factor), choose, meshes)
+        least = min(least, found.excess)
+    found.excess = least
     return found
 
 
 def _looks_again(found: Found) -> bool:
-    """Whether to search with fewer bytes, too. For a cluster, whose search takes as long again, only if nothing fits;
-    for devices at hand, whose search takes less than the measurements, wherever memory may lack."""
-    if found.searching.costs.cluster is not None:
-        return found.best is None and math.isinf(found.excess)
-    return _may_lack_memory(found.searching)
+    """Whether to search with fewer bytes, too: wherever memory may lack, but for a large cluster, whose search takes
+    long, only if nothing fits."""
+    quick = found.searching.costs.cluster is None or found.searching.all_shapes
+    return found.best is None or (quick and _may_lack_memory(found.searching))
 
 
 def _may_lack_memory(searching: Searching) -> bool:
@@ -116,12 +119,11 @@ def _may_lack_memory(searching: Searching) -> bool:
     return nbytes > _FEWER * min(map(searching.memory, searching.costs.groups))
 
 
-def _with_fewer_bytes(found: Found, costs: CostGraph, options: SearchOptions, choose: Choose) -> Found:
-    """`found`, or what a search with fewer bytes finds, if that is faster and fits as well. It has no meshes: stages on
-    meshes are not rehearsed, and so gain nothing."""
+def _with_fewer_bytes(costs: CostGraph, options: SearchOptions, choose: Choose) -> Found:
+    """What a search with fewer bytes finds. It has no meshes: stages on meshes are not rehearsed, and so gain
+    nothing."""
     factor = _FEWER if costs.cluster is None else _FEWER_AHEAD
-    fewer = _searched(costs, replace(options, bytes_factor=factor), choose, None)
-    return _faster(found, fewer)
+    return _searched(costs, replace(options, bytes_factor=factor), choose, None)
 
 
 def _faster(found: Found, other: Found) -> Found:

@@ -140,6 +140,33 @@ def test_a_part_of_a_cluster_is_searched_like_a_cluster_of_its_own() -> None:
         assert step_time(plan) <= step_time(case.plan(Cluster.preset("4xT4", nodes))) * SAME
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((4096,) * 3, 4, 16, "2xH100+2xT4", 3, None, step=True),
+        Case((1024,) * 4, 8, 16, "1xT4+1xL4", 2, None, step=True),
+        Case((2048,) * 3, 6, 512, "1xH100+1xA100-80", 3, None, step=True),
+    ],
+    ids=lambda case: case.node,
+)
+def test_nodes_of_mixed_kinds_are_no_slower_than_one_of_them_or_a_limit(case: Case) -> None:
+    """Devices of one kind lie in different nodes, and the objective takes their links for those inside a node."""
+    step = step_time(case.plan())
+    assert step <= step_time(case.plan(Cluster.preset(case.node, 1))) * SAME
+    assert step <= step_time(case.plan(n_microbatches=1)) * SAME
+
+
+@pytest.mark.parametrize("step", [True, False])
+@pytest.mark.parametrize("node", ["1xA100-80", "2xA100-80"])
+def test_a_plan_is_found_again_with_the_memory_that_it_needs(node: str, step: bool) -> None:
+    """The search's formula says that it needs more. Another plan, which it lets pass, exceeds the memory."""
+    case = Case((512,) * 3, 13, 16, node, 1, None, step)
+    plan = case.plan()
+    assert plan is not None
+    peak = max(stage.peak_memory or 0 for stage in plan.stages)
+    assert step_time(dataclasses.replace(case, memory=peak).plan()) <= step_time(plan) * SAME
+
+
 def test_a_batch_of_a_prime_number_of_samples_is_split_where_that_is_faster() -> None:
     case = Case((2048, 2048, 2048), 31, 1024, "4xT4", 1, None, step=False)
     plan = case.plan()

@@ -97,7 +97,9 @@ class SearchingAhead(Searching):
         return self._simulate(chosen)
 
     def _cutoff(self, config: Config, found: dict[Config, PartitionResult]) -> float:
-        if self.all_shapes and config.least_width == config.most_width:
+        if sum(config.counts) == 1:
+            return math.inf
+        if self.all_shapes and (len(self.pools) > 1 or config.least_width == config.most_width):
             return self._best / _OBJECTIVE  # the objective may be far above their steps: it counts sends as exposed
         share = _OBJECTIVE if self.all_shapes else _LIKELY_OBJECTIVE
         return min(super()._cutoff(config, found), self._best / share)

@@ -104,9 +104,8 @@ class Searching(SearchSpace):
         """The best partition under `config`, if it is promising."""
         if config in self.bounds:
             return
-        cutoff = self._cutoff(config, found) if sum(config.counts) > 1 else math.inf
         problem = self.problem_of(config)
-        solution = self._solve(config, problem, cutoff, tolerance)
+        solution = self._solve(config, problem, self._cutoff(config, found), tolerance)
         if solution is not None:
             found[config] = PartitionResult(problem, solution, self.complete)
 
@@ -208,7 +207,7 @@ class Searching(SearchSpace):
             if candidate.timeline.step_time > fastest * (1 + _MOVED):
                 break
             most = _ROUNDS_MOVED * len(candidate.arrangement.stages)
-            if config.chunks * config.copies > 1 or config.n_microbatches >= most:
+            if config.copies > 1 or config.n_microbatches >= most:
                 continue
             # Adding up the stages of one of them takes about as long as simulating half as many actions as operators.
             each = candidate.solution.n_actions(config.n_microbatches) + len(self.costs.graph) // 2
@@ -233,7 +232,7 @@ class Searching(SearchSpace):
             return self.problem_of(config, self._space_of(cuts))
 
         cuts, seconds = self._space.cuts, self.graph.weight
-        for busy, found in partitions_near(candidate.found, cuts, seconds, problem_of, config.counts, most):
+        for busy, found in partitions_near(candidate.found, cuts, seconds, problem_of, self.counts_of(config), most):
             if busy < candidate.timeline.step_time:
                 here = self._candidates(config, found)
                 yield from (one for one in here if one.config.schedule == candidate.config.schedule)

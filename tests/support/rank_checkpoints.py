@@ -141,19 +141,69 @@ def messages(folder: Path) -> list[tuple[str, str, bool]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     autopar.save(folder, model, optimizer, step=1, extra={"a": 1})
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     (folder / "a file").touch()
     calls: list[Callable[[], Any]] = [
         lambda: autopar.save(folder / f"rank{rank}", model, step=1),
         lambda: autopar.save(folder, model, optimizer if rank else None, step=1),
+        lambda: autopar.save(folder, model, torch.optim.SGD(model.parameters()) if rank else optimizer, step=1),
         lambda: autopar.save(folder / "a file", model, step=1),
         lambda: autopar.load(folder / f"rank{rank}", model),
+        lambda: autopar.load(folder, model, step=1 + rank),
+        lambda: autopar.load(folder / "none", model, required=not rank),
+        lambda: autopar.load(folder, model, None if rank else optimizer),
+        lambda: autopar.load(folder, model, torch.optim.SGD(model.parameters()) if rank else optimizer),
+        lambda: autopar.load(folder, model, extra={"a": scheduler} if rank else {}),
+        lambda: autopar.load(folder, model, random_state=not rank),
         lambda: autopar.load(folder / "none", model),
         lambda: autopar.load(folder, model, step=7),
         lambda: autopar.load(folder, model if rank else nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4), nn.ReLU())),
-        lambda: autopar.load(folder, model, extra={"b": 1}),
+        lambda: autopar.load(folder, model, extra={"b": scheduler}),
+        lambda: autopar.load(folder, model, extra={"a": 1}),
+        lambda: autopar.load(folder, model, torch.optim.SGD(model.parameters())),
         lambda: autopar.load(folder, model, torch.optim.AdamW([nn.Parameter(torch.ones(3))])),
     ]
     return [raised_by(call) for call in calls]
+
+
+def refused_on_ranks(folder: Path) -> list[tuple[list[tuple[str, str, bool]], list[float], list[float]]]:
+    """Of loads that do not fit, into a model before its first call and after it: their errors, the losses of training
+    that goes on afterwards, and those of training without such loads."""
+    rank, x = dist.get_rank(), torch.linspace(-1, 1, 8 * 12, dtype=torch.float64).view(8, 12)
+
+    def made(seed: int, placed: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4))).double()
+        plan = autopar.Plan.by_hand(model, None, pipeline=2, micro_batch=4, example_args=(x,))
+        pm = autopar.parallelize(model, plan=plan)
+        optimizer = torch.optim.SGD(pm.parameters(), lr=0.1, momentum=0.9)
+        return pm, trained(pm, optimizer, 2)[0] if placed else optimizer
+
+    def trained(
+        model: nn.Module, optimizer: torch.optim.Optimizer, n: int
+    ) -> tuple[torch.optim.Optimizer, list[float]]:
+        found = []
+        for _ in range(n):
+            optimizer.zero_grad()
+            loss = square(model, x)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return optimizer, found
+
+    autopar.save(folder, *made(0, True), step=2)
+    results = []
+    for placed in (False, True):
+        pm, optimizer = made(1, placed)
+        other = torch.optim.AdamW(pm.parameters(), lr=0.1)
+        calls: list[Callable[[], Any]] = [
+            lambda pm=pm, optimizer=optimizer: autopar.load(folder, pm, None if rank else optimizer),
+            lambda pm=pm, other=other: autopar.load(folder, pm, other),
+            lambda pm=pm: autopar.load(folder, pm, torch.optim.SGD([nn.Parameter(torch.ones(3))])),
+        ]
+        errors = [raised_by(call) for call in calls]
+        results.append((errors, trained(pm, optimizer, 3)[1], trained(*made(1, placed), 3)[1]))
+    return results
 
 
 def message_of(call: Callable[[], Any]) -> str:

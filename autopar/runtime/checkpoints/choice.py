@@ -5,23 +5,43 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from autopar.errors import CheckpointError, InputError, warn
 from autopar.runtime.checkpoints import directories
 from autopar.runtime.checkpoints.participants import Participants
+from autopar.runtime.ranks.agreement import Facts, compare
 from autopar.runtime.ranks.one_message import on_all_ranks
 
 
-def choose(team: Participants, directory: str | os.PathLike[str], step: int | None, *, required: bool) -> Path | None:
+def choose(
+    team: Participants,
+    directory: str | os.PathLike[str],
+    step: int | None,
+    *,
+    required: bool,
+    facts: Facts = MappingProxyType({}),
+) -> Path | None:
     """The newest undamaged checkpoint in `directory`, or that of `step`; `directory` may be that of a single one.
 
     Collective: ranks share the reading. A warning names those that are skipped, why, and what is used. Raises
-    CheckpointError, unless not `required`, where there is none.
+    InputError where ranks differ in what they choose, or in `facts` beside it; CheckpointError, unless not `required`,
+    where there is none.
     """
     root = Path(directory).absolute()
+    own = {
+        "the directory of the checkpoint": str(root),
+        "the step of the checkpoint": "the newest" if step is None else repr(step),
+        "required": repr(required),
+    }
+    compare(team, {name: (value, "give every rank the same") for name, value in own.items()} | dict(facts))
     if directories.is_checkpoint(root):
-        root, step = root.parent, directories.step_of(root)
-    _check_same_directory(team, root)
+        of_root = directories.step_of(root)
+        if step not in (None, of_root):
+            raise on_all_ranks(
+                InputError(f"{root} is the checkpoint of step {of_root}, not of step={step}: give {root.parent}")
+            )
+        root, step = root.parent, of_root
     found = team.first(f"the checkpoints in {root} cannot be listed", lambda: _listed(root, step))
     skipped: list[str] = []
     for folder in found:
@@ -37,18 +57,6 @@ def choose(team: Participants, directory: str | os.PathLike[str], step: int | No
         raise on_all_ranks(CheckpointError(f"there is {wanted}; autopar.save(directory, ...) makes them"))
     _say(team, skipped, "there is no earlier one, so nothing is loaded")
     return None
-
-
-def _check_same_directory(team: Participants, root: Path) -> None:
-    roots = team.gathered(str(root))
-    others = [rank for rank, theirs in enumerate(roots) if theirs != roots[0]]
-    if others:
-        raise on_all_ranks(
-            InputError(
-                f"ranks load from different directories: {roots[0]} on rank 0, {roots[others[0]]} on rank {others[0]}; "
-                "give every rank the same"
-            )
-        )
 
 
 def _listed(root: Path, step: int | None) -> list[Path]:

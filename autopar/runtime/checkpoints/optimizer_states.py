@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ class SmallStates:
 
     groups: list[ParameterGroup] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter: step counts and the like
+    kind: str = ""  # class of the optimizer; "": of a version that did not save it
 
     def joined(self, others: Sequence[SmallStates]) -> SmallStates:
         """Together with what other ranks have, whose optimizers have the same groups. Raises InputError."""
@@ -54,7 +56,7 @@ class SmallStates:
         values: dict[str, dict[str, Any]] = {}
         for one in others:
             values |= one.values
-        return SmallStates(groups, values)
+        return SmallStates(groups, values, self.kind)
 
 
 def _options_of(groups: Sequence[ParameterGroup]) -> dict[str, Any]:
@@ -185,16 +187,34 @@ def _empty(parameter: torch.Tensor, saved: TensorStorageMetadata) -> torch.Tenso
     return torch.empty(saved.size, dtype=dtype, device=parameter.device)
 
 
-def restore_options(model: nn.Module, optimizer: torch.optim.Optimizer, small: SmallStates) -> None:
-    """Give the optimizer's groups the options that were saved: learning rates and the like.
+@contextmanager
+def kept_on_error(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Inside, an error leaves the optimizer's groups and states as they were before."""
+    if optimizer is None:
+        yield
+        return
+    state, groups = optimizer.state, optimizer.param_groups  # torch's load_state_dict() puts others in their place
+    options = [dict(group) for group in groups]
+    try:
+        yield
+    except BaseException:
+        optimizer.state, optimizer.param_groups = state, groups
+        for group, before in zip(groups, options, strict=True):
+            group.clear()
+            group.update(before)
+        raise
+
+
+def saved_options(model: nn.Module, optimizer: torch.optim.Optimizer, small: SmallStates) -> list[dict[str, Any]]:
+    """What was saved for the optimizer's groups: learning rates and the like.
 
     Raises CheckpointError where the groups are not those that were saved.
     """
     names = names_of(model, optimizer)
     by_name = {name: i for i, group in enumerate(small.groups) for name in group.names}
-    for i, group in enumerate(optimizer.param_groups):
-        own = [names[id(p)] for p in group["params"]]
-        group.update(copy.deepcopy(_saved_group(i, own, by_name, small.groups, len(optimizer.param_groups)).options))
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    found = (_saved_group(i, own, by_name, small.groups, len(groups)) for i, own in enumerate(groups))
+    return [copy.deepcopy(group.options) for group in found]
 
 
 def restore(

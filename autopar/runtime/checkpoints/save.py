@@ -29,13 +29,14 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from autopar.errors import AutoparError, CheckpointError, InputError
 from autopar.runtime.checkpoints import contents, optimizer_states
 from autopar.runtime.checkpoints.directories import File, complete, folder_of, partial_of, start
+from autopar.runtime.checkpoints.optimizer_class import class_of, optimizer_fact
 from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.random_states import random_states
 from autopar.runtime.checkpoints.reading import alone_warning_off
+from autopar.runtime.ranks.agreement import compare
 from autopar.runtime.ranks.faults.failure import described
 from autopar.runtime.ranks.faults.watcher import lost, watched
 from autopar.runtime.ranks.module import RankedModule
-from autopar.runtime.ranks.one_message import on_all_ranks
 
 _METADATA = ".metadata"
 
@@ -131,8 +132,9 @@ def save(
     Raises: InputError for arguments that do not fit, or differ between ranks; CheckpointError if it cannot be written
     (asynchronous: by `wait()`, or by the next save or load).
     """
-    check_model_and_optimizer(model, optimizer)
-    _check_arguments(step, extra)
+    check_arguments(model, optimizer, extra)
+    if not is_step(step):
+        raise InputError(f"step must be the number of steps that are done, a whole number of at least 0, got {step!r}")
     wait_for_saving()
     saving = Saving(folder_of(Path(directory).absolute(), step), step)
     writing = _collected(saving, model, optimizer, dict(extra or {}), asynchronous=asynchronous)
@@ -144,19 +146,19 @@ def save(
     return saving
 
 
-def check_model_and_optimizer(model: object, optimizer: object) -> None:
-    """Raise InputError for other things."""
+def check_arguments(model: object, optimizer: object, extra: object) -> None:
+    """Raise InputError for what `save` and `load` do not take."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
-
-def _check_arguments(step: object, extra: object) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise InputError(f"step must be the number of steps that are done, a whole number of at least 0, got {step!r}")
     if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(name, str) for name in extra)):
         raise InputError("extra must be a dict from names to values, such as {'scheduler': scheduler}")
+
+
+def is_step(step: object) -> bool:
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
 
 
 def _collected(
@@ -169,7 +171,8 @@ def _collected(
 ) -> _Writing:
     """What this rank writes, and an empty directory to write it to. Collective."""
     team, failed = participants("save"), f"{saving.path} cannot be saved"
-    _check_same_call(team, saving)
+    advice = "give every rank the same directory and step"
+    compare(team, {"the checkpoint that they save": (str(saving.path), advice)} | optimizer_fact(optimizer))
     entries: dict[str, Any] = {}
 
     if isinstance(model, RankedModule) and model.lacks_values:
@@ -185,6 +188,7 @@ def _collected(
             if isinstance(model, RankedModule):
                 model.follow(optimizer)
             tensors, small = optimizer_states.collect(model, optimizer)
+            small.kind = class_of(optimizer)
             entries.update(tensors)
         if asynchronous:
             copies = contents.own_copies(entries)
@@ -197,10 +201,6 @@ def _collected(
 
     found = team.each(failed, collect)
     own, (_, first, _) = found[team.rank], found[0]
-    without = [rank for rank, one in enumerate(found) if (one[1] is None) != (first is None)]
-    if without:
-        otherwise = f"rank 0 saves {'no' if first is None else 'an'} optimizer, rank {without[0]} does otherwise"
-        raise on_all_ranks(InputError(otherwise))
     differs = any(one[0] != found[0][0] for one in found)
     mine = contents.RankTraining(random_states(), contents.unpacked(own[0]) if differs else None)
     entries[contents.training_of_rank(team.rank)] = contents.packed(mine)
@@ -211,18 +211,6 @@ def _collected(
         entries[contents.TRAINING] = contents.packed(all_ranks)
     team.first(failed, lambda: start(saving.path))
     return _Writing(saving.path, team, entries)
-
-
-def _check_same_call(team: Participants, saving: Saving) -> None:
-    calls = team.gathered(str(saving.path))
-    others = [rank for rank, path in enumerate(calls) if path != calls[0]]
-    if others:
-        raise on_all_ranks(
-            InputError(
-                f"ranks save different checkpoints: {calls[0]} on rank 0, {calls[others[0]]} on rank {others[0]}; give "
-                "every rank the same directory and step"
-            )
-        )
 
 
 def _state_of(value: Any) -> Any:

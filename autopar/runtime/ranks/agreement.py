@@ -6,7 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -33,9 +33,19 @@ _WHOLE = (
 )
 
 
-def compare(world: World, facts: Mapping[str, tuple[str, str]]) -> None:
-    """Raise InputError on all ranks where a fact differs. `facts`: by name (value, what would be right)."""
-    found = world.gathered(dict(facts))
+Facts = Mapping[str, tuple[str, str]]  # by name: value, what would be right
+
+
+class Gathers(Protocol):
+    """Ranks that exchange values."""
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+
+
+def compare(ranks: Gathers, facts: Facts) -> None:
+    """Raise InputError on all ranks where a fact differs. Collective."""
+    found = ranks.gathered(dict(facts))
     for name, (value, advice) in found[0].items():
         others = [rank for rank, theirs in enumerate(found) if theirs.get(name, ("", ""))[0] != value]
         if others:

@@ -18,6 +18,7 @@ from rank_checkpoints import (
     killed_while_saving_in_the_background,
     losses,
     messages,
+    refused_on_ranks,
     states_go_on,
     whole_state,
 )
@@ -178,21 +179,46 @@ def test_mistakes_are_refused_in_the_same_words_on_all_ranks_and_shown_once(rank
     first, second = ranks.run(messages, 2, tmp_path)
     assert first == second
     wanted = [
-        "InputError: ranks save different checkpoints: .*rank0/step-00000001 on rank 0, .*rank1/step-0.* on rank 1",
-        "InputError: rank 0 saves no optimizer, rank 1 does otherwise",
+        "InputError: ranks differ in the checkpoint that they save: .*rank0/step-0.* on rank 0, .*rank1/step-0.* on "
+        "rank 1; give every rank the same directory and step",
+        "InputError: ranks differ in the optimizer: none on rank 0, torch.optim.AdamW on rank 1; give every",
+        "InputError: ranks differ in the optimizer: torch.optim.AdamW on rank 0, torch.optim.SGD on rank 1; give",
         r"CheckpointError: .*a file/step-00000001 cannot be saved: NotADirectoryError: .* \(rank 0\)",
-        "InputError: ranks load from different directories: .*rank0 on rank 0, .*rank1 on rank 1",
+        "InputError: ranks differ in the directory of the checkpoint: .*rank0 on rank 0, .*rank1 on rank 1; give ",
+        "InputError: ranks differ in the step of the checkpoint: 1 on rank 0, 2 on rank 1; give every rank the same",
+        "InputError: ranks differ in required: True on rank 0, False on rank 1; give every rank the same",
+        "InputError: ranks differ in the optimizer: torch.optim.AdamW on rank 0, none on rank 1; give every",
+        "InputError: ranks differ in the optimizer: torch.optim.AdamW on rank 0, torch.optim.SGD on rank 1; give",
+        "InputError: ranks differ in the names in extra: none on rank 0, 'a' on rank 1; give every rank the same",
+        "InputError: ranks differ in random_state: True on rank 0, False on rank 1; give every rank the same",
         "CheckpointError: there is no checkpoint in .*none; autopar.save",
         "CheckpointError: there is no checkpoint of step 7 in",
         r"InputError: .*step-00000001 is a checkpoint of another model: the shape differs of '0.weight' \(\(4, 4\), in "
         r"the model \(5, 4\)\)",
         "InputError: .*step-00000001 has no extra value 'b'; it has 'a'",
+        r"InputError: extra has 'a', of type int, which has no load_state_dict\(\)",
+        "InputError: the optimizer in .*step-00000001 is of class torch.optim.AdamW, this one is of class torch.op",
         r"InputError: parameter 0 of the optimizer's group 0, of shape \(3,\), is none of the model's",
     ]
     assert len(first) == len(wanted)
     for (kind, message, shown_once), pattern in zip(first, wanted, strict=True):
         assert re.match(pattern, f"{kind}: {message}"), message
         assert shown_once, message
+
+
+def test_ranks_train_on_as_before_after_a_checkpoint_that_does_not_fit(ranks: RankPool, tmp_path: Path) -> None:
+    wanted = [
+        "InputError: ranks differ in the optimizer: torch.optim.SGD on rank 0, none on rank 1",
+        "InputError: the optimizer in .*step-00000002 is of class torch.optim.SGD, this one is of class torch.op",
+        r"InputError: parameter 0 of the optimizer's group 0, of shape \(3,\), is none of the model's",
+    ]
+    first, second = ranks.run(refused_on_ranks, 2, tmp_path)
+    assert first == second
+    for errors, losses_after, losses_without in first:
+        assert losses_after == losses_without
+        for (kind, message, shown_once), pattern in zip(errors, wanted, strict=True):
+            assert re.match(pattern, f"{kind}: {message}"), message
+            assert shown_once, message
 
 
 def test_extra_values_of_each_rank_come_back(ranks: RankPool, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.analysis.operators import written_arguments
+from autopar.analysis.operators import nested_block, written_arguments
 from autopar.analysis.rules.calls import OperatorCall, shape_of, size_of
 from autopar.analysis.rules.notation import Rule, Size
 from autopar.analysis.rules.table import bind, rule_name
@@ -50,9 +50,11 @@ from autopar.analysis.sample_states import (
     follow,
     multiple,
     pieces,
+    strided,
     varies,
 )
-from autopar.capture.cleanup import call_with_autocast, call_with_grad_mode, cross_entropy_arguments
+from autopar.analysis.shared_memory import Owners, SharedMemory, returned_arguments
+from autopar.capture.cleanup import cross_entropy_arguments
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.node_names import describe
 from autopar.capture.program import Program, is_getitem
@@ -178,25 +180,31 @@ class _Walk:
     def __init__(self, module: fx.GraphModule, symbols: frozenset[sympy.Symbol]) -> None:
         self.module, self.symbols = module, symbols
         self.states: dict[fx.Node, States] = {}
+        self.memory = SharedMemory()
+        self.written: set[fx.Node] = set()  # placeholders whose memory the graph writes
         self._values: dict[fx.Node, Any] = {}
-        self._roots: dict[fx.Node, fx.Node] = {}  # view -> the node that owns its memory
         self._to_batch = dict.fromkeys(symbols, BATCH)
 
-    def run(self, inputs: Sequence[States]) -> None:
-        """Fill `states`. `inputs`: the states of the placeholders, in order."""
-        remaining = iter(inputs)
+    def run(self, inputs: Sequence[States], owners: Sequence[Owners] = ()) -> None:
+        """Fill `states`. `inputs`: the states of the placeholders, in order; `owners`: of their memory, in a nested
+        graph."""
+        remaining, remaining_owners = iter(inputs), iter(owners)
         for node in self.module.graph.nodes:
             if node.op == "output":
                 continue
             if node.op == "placeholder":
                 self.states[node] = next(remaining)
-            elif node.op == "get_attr":
-                self.states[node] = Unbatched()
-            else:
-                self.states[node] = self._state(node)
-            self._roots[node] = self._roots[node.all_input_nodes[0]] if _is_view(node) else node
+                self.memory.add(node, next(remaining_owners, None))
+                continue
+            if (block := nested_block(node)) is not None:
+                self._nested(node, *block)
+                continue
+            self.states[node] = Unbatched() if node.op == "get_attr" else self._state(node)
+            self.memory.add(node)
             for written in written_arguments(node):
-                self._write(node, written)
+                if not self._is_statistic(node, written):
+                    own = written in returned_arguments(node)
+                    self._write(node, written, self.states[node] if own else Unproven(node, _WRITES_PART))
 
     def first(self, node: fx.Node, holds: Callable[[States], bool]) -> fx.Node:
         """Follow operands for which `holds` is true, from `node` upwards: the first node of this chain."""
@@ -204,14 +212,31 @@ class _Walk:
             node = source
         return node
 
-    def _write(self, node: fx.Node, written: fx.Node) -> None:
-        """Update the states after `node` has written into the memory of `written`: other views of it see the write."""
-        new = self.states[node]
-        if written.op == "get_attr" or new == self.states[written]:
-            return
-        for other in self.states:
-            if other is not node and other is not written and self._roots[other] is self._roots[written]:
-                self.states[other] = new if isinstance(new, (Mixed, Unproven)) else Unproven(node, _WRITES_PART)
+    def _write(self, node: fx.Node, written: fx.Node, after: States) -> None:
+        """Update the states after `node` has written into the memory of `written`, whose state becomes `after`.
+
+        All other values in that memory see the write. If every sample wrote into its own part of `written` alone, they
+        keep their states; where `written` holds some of the samples only, as x[0] does, the whole memory mixes them.
+        """
+        before = self.states[written]
+        kept = after == before and not any(isinstance(s, (Mixed, Unproven)) for s in _leaves([before]))
+        spoilt = after if isinstance(after, (Mixed, Unproven)) else Unproven(node, _WRITES_PART)
+        for other in self.memory.sharing(written):
+            if other.op == "placeholder":
+                self.written.add(other)
+            if other is written or other is node:
+                continue
+            now = list(_leaves([self.states[other]]))
+            # All samples share the memory of an expanded tensor that has no batch dimension.
+            folded = isinstance(before, Split) and any(isinstance(s, Unbatched) for s in now)
+            if not all(isinstance(s, (Mixed, Unproven)) for s in now) and (not kept or folded):
+                self.states[other] = spoilt
+        self.states[written] = after
+
+    def _is_statistic(self, node: fx.Node, written: fx.Node) -> bool:
+        """Whether `node` is a batch norm that updates its running statistic `written`, a buffer."""
+        in_buffers = all(isinstance(owner, str) for owner in self.memory.owners[written])
+        return rule_name(node) in ("batch_norm", "instance_norm") and in_buffers
 
     def _size(self, size: Size) -> Size:
         return size.xreplace(self._to_batch) if isinstance(size, sympy.Basic) else size
@@ -243,8 +268,6 @@ class _Walk:
             return Unbatched()  # a size that export has proven constant
         if unknown is not None:
             return unknown
-        if node.target in (call_with_grad_mode, call_with_autocast):
-            return self._inside(node)
         results = list(value) if isinstance(value, (tuple, list)) else [value]
         shapes = [tuple(map(self._size, shape)) for r in results if (shape := shape_of(r)) is not None]
         if len(shapes) != len(results):
@@ -301,26 +324,31 @@ class _Walk:
         if name not in ("slice", "narrow", "split", "split_with_sizes", "chunk"):
             return None
         state, dim = self._operand(rule.operands[0], name), call.dim()
-        if not isinstance(state, Split) or (call.has("step") and call["step"] != 1):
-            return None
         start = self._size(call["start"] or 0) if call.has("start") else 0
+        if call.has("step") and call["step"] != 1:
+            every = strided(state, dim, shapes[0][dim], start, call["step"])
+            return None if every is None else [every]
         return pieces(state, dim, [shape[dim] for shape in shapes], start)
 
-    def _inside(self, node: fx.Node) -> States:
-        """The state of a nested graph: a block of the model under its own grad mode or autocast."""
-        place = 1 if node.target is call_with_grad_mode else 4
-        child = self.module.get_submodule(str(node.args[place].target))  # type: ignore[union-attr]
-        assert isinstance(child, fx.GraphModule)
-        inputs = [self.states[n] if isinstance(n, fx.Node) else Unbatched() for n in node.args[place + 1 :]]
+    def _nested(self, node: fx.Node, child: fx.GraphModule, arguments: Sequence[Any]) -> None:
+        """Walk through the nested graph that `node` calls: a block of the model under its own grad mode or autocast."""
+        nodes = [n if isinstance(n, fx.Node) else None for n in arguments]
         walk = _Walk(child, self.symbols)
-        walk.run(inputs)
-        for placeholder, state in zip(child.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            if walk.states[placeholder] != state:
-                return Unproven(node, _WRITES_PART)
+        walk.run(
+            [Unbatched() if n is None else self.states[n] for n in nodes],
+            [frozenset() if n is None else self.memory.owners[n] for n in nodes],
+        )
         result = child.graph.output_node().args[0]
-        if isinstance(result, (tuple, list)):
-            return tuple(walk.states[n] if isinstance(n, fx.Node) else Unbatched() for n in result)
-        return walk.states[result] if isinstance(result, fx.Node) else Unbatched()
+        of_result = [
+            (walk.states[n], walk.memory.owners[n]) if isinstance(n, fx.Node) else (Unbatched(), frozenset())
+            for n in (result if isinstance(result, (tuple, list)) else [result])
+        ]
+        many = isinstance(result, (tuple, list))
+        self.states[node] = tuple(s for s, _ in of_result) if many else of_result[0][0]
+        self.memory.add(node, tuple(o for _, o in of_result) if many else of_result[0][1])
+        for placeholder, argument in zip(child.graph.find_nodes(op="placeholder"), nodes, strict=True):
+            if argument is not None and placeholder in walk.written:
+                self._write(node, argument, walk.states[placeholder])
 
 
 def _leaves(states: Iterable[States]) -> Iterable[State]:
@@ -330,18 +358,6 @@ def _leaves(states: Iterable[States]) -> Iterable[State]:
             yield from _leaves(state)
         else:
             yield state
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether the result of `node` may share memory with its first operand."""
-    if not node.all_input_nodes or not node.args or node.args[0] is not node.all_input_nodes[0]:
-        return False
-    schema = getattr(node.target, "_schema", None)
-    return (
-        is_getitem(node)
-        or rule_name(node) in ("dropout", "feature_dropout", "alpha_dropout")
-        or (schema is not None and any(r.alias_info is not None for r in schema.returns))
-    )
 
 
 def _positions(name: str, call: OperatorCall, size: Callable[[Size], Size]) -> Sequence[State] | None:

@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from autopar.analysis.batch_proof import OutputCombination, Proof, prove
+from autopar.analysis.buffer_writes import written_buffer
 from autopar.analysis.node_values import (
     DROPOUT,
     Look,
@@ -35,14 +36,14 @@ from autopar.analysis.node_values import (
     probe,
     storages_of,
 )
-from autopar.analysis.operators import is_random, operator_name, written_arguments
+from autopar.analysis.operators import is_random, operator_name
 from autopar.analysis.sample_states import DIVIDES
 from autopar.analysis.uncaptured_samples import relates_samples
 from autopar.capture.cleanup import aten
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.program import Program
 from autopar.capture.repeated_layers.measure_once import TensorShape
-from autopar.capture.uncaptured import uncaptured, uncaptured_in
+from autopar.capture.uncaptured import uncaptured
 from cost_models.measuring.environment import full_float32
 
 Values = dict[fx.Node, Any]
@@ -311,21 +312,6 @@ def _opaque_relation(program: Program, values: Values) -> str:
         opaque = uncaptured(node)
         if opaque is not None and relates_samples(opaque, fx.map_arg(node.args, values.__getitem__)):
             return f"{describe(node)} mixes samples: its results depend on which samples share a batch"
-    return ""
-
-
-def written_buffer(program: Program) -> str:
-    """The obstacle if the model writes a buffer other than batch norm's, which it would write once per micro-batch."""
-    for opaque in uncaptured_in(program.graph_module):
-        if opaque.effects.stateful:
-            return f"uncaptured {opaque.place} changes {opaque.effects.stateful}, once for every batch"
-    for node in program.graph.nodes:
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        if stack and "BatchNorm" in str(stack[-1][1]) and uncaptured(node) is None:
-            continue
-        for source in written_arguments(node):
-            if source.op == "get_attr" and node.target is not aten.batch_norm.default:
-                return f"{describe(node)} writes buffer '{source.target}', once for every batch"
     return ""
 
 

@@ -29,7 +29,8 @@ import torch
 from torch import fx, nn
 
 from autopar.analysis.batch_proof import propagate
-from autopar.analysis.batching import Batching, written_buffer
+from autopar.analysis.batching import Batching
+from autopar.analysis.buffer_writes import written_buffer
 from autopar.analysis.loss_count import Count, count_of, counted_targets
 from autopar.analysis.loss_digest import digest_of_code, digest_of_graph
 from autopar.analysis.loss_example import (

@@ -95,7 +95,7 @@ _FOLDS = "folds the batch dimension in a way that the proof cannot follow"
 _USES_COUNT = "computes with the number of samples"
 DIVISIONS = ("div", "divide", "true_divide")
 _PRODUCTS = ("mul", "multiply")
-_SLICES = ("slice", "narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "unfold")
+_PIECES = ("split", "split_with_sizes", "chunk", "tensor_split", "unbind", "unfold")
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _follow_samples(
         return [Mixed(node) if once else Sum()] * n_outputs
     if name in RESHAPES:
         return [Unproven(node, _FOLDS)] * n_outputs
-    if name in _SLICES and place.outer * place.inner > 1:
+    if name in _PIECES and place.outer * place.inner > 1:
         return [Unproven(node, "takes a part of a folded batch dimension")] * n_outputs
     return [Mixed(node)] * n_outputs
 
@@ -344,6 +344,17 @@ def pieces(state: object, dim: int, lengths: Sequence[Size], start: Size = 0) ->
     ):
         return None
     return [replace(state, outer=count) for count in counts if isinstance(count, int)]
+
+
+def strided(state: object, dim: int, length: Size, start: Size, step: int) -> State | None:
+    """The state of every `step`-th entry along dimension `dim`, from entry `start` on, `length` entries in all.
+
+    None unless `dim` is the dimension of a Split, and the slice takes the same entries of every sample.
+    """
+    if not isinstance(state, Split) or state.dim != dim or state.positions or state.inner % step:
+        return None
+    every = length * step == state.outer * BATCH * state.inner and isinstance(start, int) and 0 <= start < step
+    return replace(state, inner=state.inner // step) if every else None
 
 
 def concatenated(states: Sequence[object], dim: int) -> State | None:

@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 _TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
 
 
-_TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
-
 Tracers = Literal["export", "symbolic_trace", "both"]  # "both": symbolic_trace where export refuses
 
 
@@ -153,27 +151,6 @@ def warn_of_out_arguments(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused_effects(model: nn.Module) -> Iterator[None]:
-    """Inside, RefusedError where the model's code does what a graph would lose: a hook on a tensor, or random numbers
-    of a generator of its own."""
-
-    class EffectWatcher(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            why = ""
-            if func in _TENSOR_HOOKS:
-                why = f"calls {func.__name__}() on a tensor, which a captured graph loses"
-            elif kwargs and kwargs.get("generator") is not None:
-                why = f"draws with {func.__name__}(generator=...), which a captured graph loses"
-            path = running_module(model) if why else None
-            if path is not None:
-                raise RefusedError(f"module '{path or '(root)'}' {why}; do that outside of the model", path, why)
-            return func(*args, **(kwargs or {}))
-
-    with EffectWatcher():
-        yield
-
-
-@contextlib.contextmanager
 def warn_of_other_generators() -> Iterator[None]:
     """On leaving, warn if the code inside drew random numbers that are not torch's: a graph repeats what it was traced
     with."""
@@ -283,8 +260,7 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     }
     if any(isinstance(leaf, torch.Tensor) for leaf in torch_private.tree_leaves(constants)):
         raise CaptureError("torch.fx.symbolic_trace does not support tensors inside tuples, lists or dicts")
-    tracer = fx.Tracer()
-    tracer.record_stack_traces = True
+    tracer = _Tracer()
     graph = tracer.trace(model, concrete_args=constants)
     module = fx.GraphModule(model, graph)
     module.graph.set_codegen(fx.graph.CodeGen())
@@ -294,10 +270,32 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             for user in list(node.users):
                 module.graph.erase_node(user)
             module.graph.erase_node(node)
-    result = graph.output_node().args[0]
-    flat, out_spec = torch_private.tree_flatten(result)
-    graph.output_node().args = (tuple(flat),)
+    flat, out_spec = torch_private.tree_flatten(tracer.returned)
+    graph.output_node().args = (tuple(map(tracer.create_arg, flat)),)
+    for node in graph.nodes:
+        frames = re.split(r"\n(?=  File )", node.meta.get("stack_trace") or "")
+        node.meta["stack_trace"] = "\n".join(frame for frame in frames if f'File "{_TRACER_FILES[0]}' not in frame)
     return Traced(module, out_spec, _unguarded)
+
+
+class _Tracer(fx.Tracer):
+    """Keeps what the model returns in its own types: in the graph, dicts and lists become immutable ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record_stack_traces = True
+        self.returned: Any = None
+        self._depth = 0
+
+    def create_arg(self, a: Any) -> Any:
+        """`a` as an argument of a node. The model's result is the last one that the tracer asks for."""
+        if not self._depth:
+            self.returned = a
+        self._depth += 1
+        try:
+            return super().create_arg(a)
+        finally:
+            self._depth -= 1
 
 
 _TRACER_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._subclasses.fake_tensor")

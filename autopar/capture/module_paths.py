@@ -34,7 +34,11 @@ class ModulePaths:
 
 
 def running_module(model: nn.Module) -> str | None:
-    """The path of the innermost module of the model whose code runs; None where none does."""
+    """The path of the innermost module of the model whose code runs; None where none does.
+
+    `child.requires_grad_()` is code of the module that calls it.
+    """
     paths = ModulePaths(model.named_modules())
-    frames = traceback.walk_stack(sys._getframe(1))
-    return next((path for frame, _ in frames if (path := paths.of_frame(frame)) is not None), None)
+    stack = traceback.walk_stack(sys._getframe(1))
+    frames = (frame for frame, _ in stack if frame.f_code is not nn.Module.requires_grad_.__code__)
+    return next((path for frame in frames if (path := paths.of_frame(frame)) is not None), None)

@@ -141,8 +141,10 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def assignments_refused(model: nn.Module) -> Iterator[None]:
-    """Inside, `parameter.data = ...` in this thread raises CaptureError and assigns nothing."""
+def parameters_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, `parameter.data = ...` in this thread raises CaptureError and assigns nothing; on leaving, parameters
+    require grad as before."""
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     thread = threading.get_ident()
 
@@ -158,6 +160,8 @@ def assignments_refused(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with _lock:
+            for parameter, before in required:
+                parameter.requires_grad = before
             _refusing.remove(refuse)
             if not _refusing:
                 del nn.Parameter.data

@@ -28,16 +28,16 @@ from autopar.capture.export import (
     Traced,
     Tracers,
     check_call,
-    refused_effects,
     trace,
     warn_of_assignments,
     warn_of_other_generators,
     warn_of_out_arguments,
 )
 from autopar.capture.layers import repeated_layers
+from autopar.capture.lost_effects import LostEffectError, refused_effects
 from autopar.capture.module_state import Generators, attributes_restored
 from autopar.capture.node_names import describe, module_path
-from autopar.capture.parameter_writes import assignments_refused, refusal, unseen_write, written_parameter
+from autopar.capture.parameter_writes import parameters_kept, refusal, unseen_write, written_parameter
 from autopar.capture.rehearsal import WRITES_INPUT
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
 from autopar.capture.uncaptured import Effects, uncaptured_in
@@ -198,7 +198,7 @@ def capture(
     home = common_device(model, leaves) if device is None else device
     places = {tensor.device for tensor in [*_tensors_of(model), *leaves] if isinstance(tensor, torch.Tensor)}
     elsewhere = contextlib.nullcontext() if places <= {home} and device is None else torch_private.fakes_on(home)
-    with shown_work(f"capturing {type(model).__name__}"), elsewhere, assignments_refused(model):
+    with shown_work(f"capturing {type(model).__name__}"), elsewhere, parameters_kept(model):
         if open_sizes:
             found = _traced(call, Opaque(), trace_equal_layers_once)
         else:
@@ -288,7 +288,7 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
             return _traced(call, Opaque(), equal_layers_once, "both")
         except RefusedError as refused:
             raise CaptureError(str(refused)) from refused.__cause__
-    opaque, first = Opaque(), None
+    opaque, first, lost = Opaque(), None, False
     generators = Generators()
     while True:
         try:
@@ -300,13 +300,13 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
                 either = f"{first}; it cannot run uncaptured either: {refused}" if first is not None else str(refused)
                 raise CaptureError(either) from (refused.__cause__ or refused)
             log.info("%s; it will run uncaptured", refused)
-            opaque, first = following, first or refused
+            opaque, first, lost = following, first or refused, lost or isinstance(refused, LostEffectError)
         except RehearsalError as error:
             raise CaptureError(f"{first}; {error}") from error
         parts = [call.model.get_submodule(path) for path in opaque.reasons]
         # Later rooms know batch norm as a module of its own, which symbolic_trace leaves in the graph.
         norms = bool(parts) and all(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
-        if norms or ("" in opaque.reasons and _changes_nothing(call, opaque)):
+        if not lost and (norms or ("" in opaque.reasons and _changes_nothing(call, opaque))):
             with contextlib.suppress(RefusedError):
                 return _traced(call, Opaque(), False, "symbolic_trace")
 

@@ -221,5 +221,5 @@ def _check_used(split: Mapping[str, int], used: set[str], paths: Sequence[str], 
         more = " ..." if len(paths) > _MOST_PATHS else ""
         raise PlanError(
             f"no operator of the model runs in {', '.join(map(repr, unknown))}; "
-            f"modules are {', '.join(paths[:_MOST_PATHS])}{more}"
+            f"modules are {', '.join(path or '(root)' for path in paths[:_MOST_PATHS])}{more}"
         )

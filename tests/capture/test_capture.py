@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -521,3 +522,37 @@ def test_a_model_on_several_devices_is_captured_as_if_on_the_cpu() -> None:
 def test_a_model_without_tensors_is_captured_where_its_inputs_are() -> None:
     program = capture(nn.Softmax(1), (torch.randn(3, 4, device=META),), {})
     assert program.device == META
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.inner(x)
+        return {"pair": [y, (y + 1, None)], "ordered": OrderedDict(b=y * 2, a=3), "plain": {"y": y}}
+
+
+def test_what_a_model_returns_has_its_own_types_and_lines_are_the_users_where_symbolic_trace_stands_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(torch.export, "export", refuse)
+    model, x = _Nested(), torch.randn(6, 4)
+    program = capture(model, (x,), {})
+    assert {source_line(n).rpartition(":")[0] for n in program.graph.nodes if n.op == "call_function"} == {__file__}
+    pm = autopar.parallelize(model, ["cpu"], example_args=(x,), tune=0)
+    found, expected = pm(x), model(x)
+
+    def types(value: Any) -> Any:
+        items = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+        )
+        return type(value), [(key, types(item)) for key, item in items]
+
+    assert types(found) == types(expected)
+    found["extra"] = 1
+    torch.testing.assert_close(found["pair"][1][0], expected["pair"][1][0])

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 import autopar
 from autopar import CaptureError, Plan
-from autopar.capture.parameter_writes import assignments_refused
+from autopar.capture.parameter_writes import parameters_kept
 from autopar.capture.program import capture
 
 
@@ -214,7 +214,7 @@ def test_weights_that_are_computed_anew_are_captured(how: Any) -> None:
 def test_captures_in_several_threads_refuse_only_their_own_assignments() -> None:
     """They end in another order than they began: none takes the watch away from the other."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    watched = [assignments_refused(model) for model in (first, second)]
+    watched = [parameters_kept(model) for model in (first, second)]
     found: list[str] = []
 
     def assign(weight: nn.Parameter) -> None:
@@ -232,7 +232,7 @@ def test_captures_in_several_threads_refuse_only_their_own_assignments() -> None
     watched[0].__exit__(None, None, None)
     watched[1].__exit__(None, None, None)
     assert "data" not in vars(nn.Parameter)
-    with assignments_refused(first), assignments_refused(second):
+    with parameters_kept(first), parameters_kept(second):
         assign(first.weight)
         assign(second.weight)
     assert len(found) == 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -248,3 +251,85 @@ def test_one_sample_and_keyword_arguments_are_captured_too() -> None:
     model = BranchInside()
     program = capture(model, (), {"x": rows(1)[0]})
     torch.testing.assert_close(results(program, *rows(1)), model(*rows(1)))
+
+
+class Frozen(nn.Module):
+    """Two linear layers, of which `call` runs the first."""
+
+    def __init__(self, call: Callable[[torch.Tensor, nn.Linear], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.call = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.call(x, self.a))
+
+
+def module_toggled(x: torch.Tensor, a: nn.Linear) -> torch.Tensor:
+    y = a.requires_grad_(False)(x)
+    a.requires_grad_(True)
+    return y
+
+
+def parameters_assigned(x: torch.Tensor, a: nn.Linear) -> torch.Tensor:
+    for parameter in a.parameters():
+        parameter.requires_grad = False
+    y = a(x)
+    for parameter in a.parameters():
+        parameter.requires_grad = True
+    return y
+
+
+def weight_toggled(x: torch.Tensor, a: nn.Linear) -> torch.Tensor:
+    a.weight.requires_grad_(False)
+    y = a(x)
+    a.weight.requires_grad_(requires_grad=True)
+    return y
+
+
+def frozen_for_ever(x: torch.Tensor, a: nn.Linear) -> torch.Tensor:
+    return a.requires_grad_(False)(x)
+
+
+def activation_cut(x: torch.Tensor, a: nn.Linear) -> torch.Tensor:
+    return a(x).detach().requires_grad_()
+
+
+def gradient_penalty(x: torch.Tensor, a: nn.Linear) -> torch.Tensor:
+    x.requires_grad_(True)
+    y = a(x)
+    return y + torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [module_toggled, parameters_assigned, weight_toggled, frozen_for_ever, activation_cut, gradient_penalty],
+)
+def test_a_module_that_changes_what_requires_grad_runs_uncaptured_with_the_models_gradients(
+    call: Callable[[torch.Tensor, nn.Linear], torch.Tensor],
+) -> None:
+    model = Frozen(call)
+    original = copy.deepcopy(model)
+    x = torch.randn(4, WIDTH)
+    program = capture(model, (x,), {})
+    assert paths(program) == [""]
+    assert re.search(
+        r"sets requires_grad to (True|False) on a tensor \(.*test_uncaptured\.py:\d+\)", str(program.uncaptured)
+    )
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(CaptureError, match=r"module '\(root\)' sets requires_grad to .*; do that outside of the model"):
+        capture(model, (x,), {}, strict=True)
+    expected, found = original(x.clone()), program.graph_module(x.clone())[0]
+    torch.testing.assert_close(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
+    for (name, own), other in zip(model.named_parameters(), original.parameters(), strict=True):
+        assert own.requires_grad == other.requires_grad
+        torch.testing.assert_close(own.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def requires_grad_as_before(x: torch.Tensor, a: nn.Linear) -> torch.Tensor:
+    return a.requires_grad_(True)(x.requires_grad_(x.requires_grad)).requires_grad_()
+
+
+def test_a_module_that_sets_requires_grad_to_what_it_is_stays_captured() -> None:
+    assert not capture(Frozen(requires_grad_as_before), (torch.randn(4, WIDTH),), {}).uncaptured

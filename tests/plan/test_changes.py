@@ -432,3 +432,17 @@ def test_a_plan_by_hand_for_workers_does_not_keep_the_model() -> None:
     assert alive() is None
     with pytest.raises(PlanError, match=r"the model that this plan was made for is gone; give it again: autopar.plan"):
         plan.with_(zero=1)
+
+
+def test_a_split_of_modules_without_operators_names_the_root_where_all_of_them_run() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.a.weight @ self.b.weight
+
+    split = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+    with pytest.raises(PlanError, match=r"no operator of the model runs in 'a', 'b'; modules are \(root\)$"):
+        autopar.plan(Plain(), CLUSTER, plan=split, example_args=(torch.randn(4, 4),))

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture import torch_private
 from autopar.capture.module_paths import ModulePaths, running_module
-from autopar.capture.module_state import TORCHS_OWN, Generators, unchanged
+from autopar.capture.module_state import CONTAINERS, TORCHS_OWN, Generators, unchanged
 from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import CaptureError, InputError, issue_again, warn
@@ -101,12 +101,16 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
         (f"{path}.{name}".lstrip("."), value, value.copy())
         for path, module in users
         for name, value in vars(module).items()
-        if type(value) in (list, dict, set) and name not in TORCHS_OWN
+        if type(value) in CONTAINERS and name not in TORCHS_OWN
     ]
 
     def recording_setattr(self: nn.Module, name: str, value: Any) -> None:
         path, own = paths.of(self), vars(self)
-        known = path is None or any(name in own[table] for table in ("_parameters", "_buffers", "_modules"))
+        known = (
+            path is None
+            or isinstance(value, (nn.Module, nn.Parameter))  # registered, not assigned
+            or any(name in own[table] for table in ("_parameters", "_buffers", "_modules"))
+        )
         if not known and not _same(own.get(name, self), value):
             assigned.add(f"{path}.{name}".lstrip("."))
         original(self, name, value)

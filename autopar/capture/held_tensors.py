@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import hook_tables_without_users
+from autopar.capture.module_state import CONTAINERS
 from autopar.errors import CaptureError
 
 _TABLES = ("_parameters", "_buffers")
@@ -118,4 +119,4 @@ def _copied(value: Any, copies: dict[int, nn.Module], private: bool) -> Any:
         return kind(copies.get(id(item), item) for item in value)
     if kind is dict and any(id(item) in copies for item in value.values()):
         return {key: copies.get(id(item), item) for key, item in value.items()}
-    return value.copy() if private and kind in (list, dict, set) else value
+    return value.copy() if private and kind in CONTAINERS else value

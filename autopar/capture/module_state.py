@@ -1,18 +1,22 @@
-"""What a module keeps between calls besides parameters and buffers: plain attributes, and random generators."""
+"""What modules hold at one time (attributes, torch's tables, settings that they share), and random generators."""
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
-from collections import OrderedDict
+import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-_CONTAINERS = (list, dict, set)
+CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
+"""Types of containers whose content may change."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -30,21 +34,27 @@ def _own(module: nn.Module) -> dict[str, Any]:
 TORCHS_OWN = frozenset(vars(nn.Module()))
 """Names of the attributes that torch keeps in every module."""
 
-_HOOK_TABLES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict))
+
+def holds_settings(value: Any) -> bool:
+    """Whether a value is an object of settings: a namespace, a dataclass, a configuration. Other objects, such as a
+    trainer, may change in every step by themselves."""
+    kinds = (types.SimpleNamespace, argparse.Namespace)
+    named = not isinstance(value, (type, nn.Module)) and type(value).__name__.lower().endswith(("config", "settings"))
+    return isinstance(value, kinds) or (
+        (named or is_dataclass(value)) and isinstance(getattr(value, "__dict__", None), dict)
+    )
 
 
 def _content(value: Any) -> Any:
     """A shallow copy of a container; other values as they are."""
-    return value.copy() if type(value) in _CONTAINERS else value
+    return value.copy() if type(value) in CONTAINERS else value
 
 
 class Attributes:
-    """The attributes and the hooks of some modules at one time."""
+    """The attributes of some modules at one time, to see whether they have changed since."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._seen = [(module, {k: (v, _content(v)) for k, v in _own(module).items()}) for module in modules]
-        tables = [getattr(module, name) for module in modules for name in _HOOK_TABLES]
-        self._hooks = [(table, table.copy()) for table in tables]
 
     def changed(self) -> str:
         """`Class.attribute` of the first attribute that has changed since; "" if none has."""
@@ -55,41 +65,59 @@ class Attributes:
                     return f"{type(module).__name__}.{name}"
         return ""
 
+
+class Contents:
+    """All that some modules hold at one time, to put it back.
+
+    Their attributes and torch's own tables (children, parameters, buffers, hooks), and what the containers and the
+    settings among them hold in turn. Not the values of tensors.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._classes = [(module, type(module)) for module in modules]  # torch.nn.utils.parametrize changes them
+        self._held: dict[int, tuple[Any, Any]] = {}  # id of a container -> it, and a shallow copy
+        values: list[Any] = [vars(module) for module in modules]
+        while values:
+            value = values.pop()
+            container = vars(value) if holds_settings(value) else value
+            if type(container) in CONTAINERS and id(container) not in self._held:
+                self._held[id(container)] = container, container.copy()
+                inside = container.values() if isinstance(container, dict) else container
+            elif type(container) is tuple:
+                inside = container
+            else:
+                continue
+            values += [one for one in inside if type(one) in (*CONTAINERS, tuple) or holds_settings(one)]
+
     def restore(self) -> None:
-        """Set all attributes, the contents of lists, dicts and sets, and the hooks as they were.
-
-        Both, as code may keep in an attribute that it has registered its hooks.
-        """
-        for module, before in self._seen:
-            for name in [name for name in _own(module) if name not in before]:
-                del module.__dict__[name]
-            for name, (value, content) in before.items():
-                if type(value) is list:
-                    value[:] = content
-                elif type(value) in (dict, set):
-                    value.clear()
-                    value.update(content)
-                module.__dict__[name] = value
-        for table, hooks in self._hooks:
-            if table != hooks:
-                table.clear()
-                table.update(hooks)
+        for module, kind in self._classes:
+            if type(module) is not kind:
+                module.__class__ = kind
+        for container, content in self._held.values():
+            _refill(container, content)
 
 
-@contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """On leaving, the attributes and the hooks of all modules are what they were."""
-    attributes = Attributes(list(model.modules()))
-    try:
-        yield
-    finally:
-        attributes.restore()
+def _refill(container: Any, content: Any) -> None:
+    """Give a container its earlier content, in the earlier order. One that has not changed is left alone."""
+    if isinstance(container, dict):
+        same = len(container) == len(content) and all(
+            a is b and x is y for (a, x), (b, y) in zip(container.items(), content.items(), strict=True)
+        )
+    else:
+        same = len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
+    if same:
+        return
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(content)
+    else:
+        container.update(content)
 
 
 def unchanged(before: tuple[Any, Any], now: Any) -> bool:
     """`before`: a value, and a shallow copy of it where that is a list, dict or set."""
     value, content = before
-    if type(now) in _CONTAINERS:
+    if type(now) in CONTAINERS:
         if type(now) is not type(content) or len(now) != len(content):
             return False
         if isinstance(now, dict):

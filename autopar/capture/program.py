@@ -35,9 +35,10 @@ from autopar.capture.export import (
 )
 from autopar.capture.layers import repeated_layers
 from autopar.capture.lost_effects import LostEffectError, refused_effects
-from autopar.capture.module_state import Generators, attributes_restored
+from autopar.capture.module_state import Generators
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.parameter_writes import parameters_kept, refusal, unseen_write, written_parameter
+from autopar.capture.registrations import contents_restored, refuse_uninitialized
 from autopar.capture.rehearsal import WRITES_INPUT
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
 from autopar.capture.uncaptured import Effects, uncaptured_in
@@ -191,6 +192,7 @@ def capture(
     """
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
+    refuse_uninitialized(model)
     refuse_packed_sequences(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
@@ -330,7 +332,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         dims = dims if calls.rehearsal.any_batch else [None] * len(dims)
     once = equal_layers_traced_once(model) if equal_layers_once else contextlib.nullcontext()
     with (
-        attributes_restored(model),
+        contents_restored(model),
         module_hooks.marked(model, inside(model, opaque)) as marks,
         warn_of_assignments(model) as assigned,
         warn_of_out_arguments(model),

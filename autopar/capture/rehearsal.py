@@ -29,6 +29,7 @@ from autopar.capture.held_tensors import HeldTensors
 from autopar.capture.module_hooks import switched_off
 from autopar.capture.module_state import Attributes, Generators
 from autopar.capture.parameter_writes import ParameterValues, refusal
+from autopar.capture.registrations import contents_restored
 from autopar.capture.uncaptured import Effects, Size, Structure, TensorResult, same_constants
 
 WRITES_INPUT = "writes into its input"
@@ -333,14 +334,15 @@ def _fit(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[Size, ...] | No
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """On leaving, buffers, attributes and random generators are what they were."""
-    modules = list(model.modules())
-    attributes, generators = Attributes(modules), Generators()
-    buffers = [(m._buffers, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+    """On leaving, buffers, attributes and random generators are what they were. Raises RegistrationError as
+    `contents_restored` does."""
+    generators = Generators()
+    tables = [module._buffers for module in model.modules()]
+    buffers = [(table, name, b, b.clone()) for table in tables for name, b in table.items() if b is not None]
     try:
-        yield
+        with contents_restored(model):
+            yield
     finally:
-        attributes.restore()
         generators.restore()
         with torch.no_grad():
             for table, name, buffer, content in buffers:

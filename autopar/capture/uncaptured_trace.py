@@ -25,6 +25,7 @@ from autopar.capture import torch_private
 from autopar.capture.held_tensors import HeldTensors
 from autopar.capture.module_paths import ModulePaths, running_module
 from autopar.capture.parameter_writes import ParameterWriteError
+from autopar.capture.registrations import RegistrationError
 from autopar.capture.rehearsal import (
     CallNames,
     Rehearsal,
@@ -133,7 +134,7 @@ def rehearsed(
     """What the opaque parts return. Raises CaptureError if the model does not run."""
     try:
         return OpaqueCalls(rehearse(model, args, kwargs, dims, opaque.reasons.keys(), opaque.functions))
-    except ParameterWriteError:
+    except (ParameterWriteError, RegistrationError):
         raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.example import LossFunction
+from autopar.capture.registrations import refuse_uninitialized
 from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
 from autopar.options import AHEAD_ONLY, Data
@@ -65,6 +66,7 @@ def devices_at_hand(
     What the model and its optimizer hold there already counts as available: plans count it. Raises InputError for a
     model without values: it cannot run.
     """
+    refuse_uninitialized(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or is_fake(tensor):
             raise InputError(

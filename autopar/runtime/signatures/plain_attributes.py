@@ -10,10 +10,8 @@ themselves, and what the model's own code assigns is not the caller's change.
 
 from __future__ import annotations
 
-import argparse
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import is_dataclass
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.module_state import TORCHS_OWN
+from autopar.capture.module_state import TORCHS_OWN, holds_settings
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
@@ -80,7 +78,7 @@ class PlainAttributes:
                     continue
                 found.append((place, name, _counted(value)))
                 self._keep([value])
-                if isinstance(value, (list, set, dict)) or _is_object(value):
+                if isinstance(value, (list, set, dict)) or holds_settings(value):
                     items = _items(value)
                     inside = list(items())
                     contents[id(value)] = items, list(map(id, inside))
@@ -108,18 +106,9 @@ def _counted(value: Any, deep: bool = True) -> Any:
     if deep and isinstance(value, _CONTAINERS):
         ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         return type(value), tuple(_counted(one, False) for one in ordered)
-    if deep and _is_object(value):
+    if deep and holds_settings(value):
         return type(value), tuple((key, _counted(one, False)) for key, one in list(vars(value).items()))
     return torch.Tensor if isinstance(value, torch.Tensor) else type(value)
-
-
-def _is_object(value: Any) -> bool:
-    """Whether a value holds settings. Other objects, such as a trainer, may change in every step by themselves."""
-    kinds = (types.SimpleNamespace, argparse.Namespace)
-    named = not isinstance(value, (type, nn.Module)) and type(value).__name__.lower().endswith(("config", "settings"))
-    return isinstance(value, kinds) or (
-        (named or is_dataclass(value)) and isinstance(getattr(value, "__dict__", None), dict)
-    )
 
 
 def _items(value: Any) -> Callable[[], Iterable[Any]]:

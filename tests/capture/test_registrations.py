@@ -1,0 +1,182 @@
+"""Models whose forward registers modules, parameters or buffers are refused until they are complete, and left alone."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import autopar
+from autopar.capture.program import capture
+from autopar.errors import CaptureError
+
+X = torch.linspace(-1, 1, 48).reshape(8, 6)
+PLAN = autopar.Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+
+
+class Registering(nn.Module):
+    """Between two layers, `use` computes; it may register what it needs in `part`, a module of this one."""
+
+    def __init__(self, part: nn.Module, use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.part, self.b = nn.Linear(6, 6), part, nn.Linear(6, 6)
+        self._use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self._use(self.part, self.a(x)))
+
+
+def child(part: Any, x: torch.Tensor) -> torch.Tensor:
+    if part.extra is None:
+        part.extra = nn.Linear(6, 6)
+    return part.extra(x)
+
+
+def added_child(part: Any, x: torch.Tensor) -> torch.Tensor:
+    if "extra" not in part._modules:
+        part.add_module("extra", nn.Linear(6, 6))
+    return part.extra(x)
+
+
+def item_of_a_list(part: Any, x: torch.Tensor) -> torch.Tensor:
+    if not len(part):
+        part.append(nn.Linear(6, 6))
+    return part[0](x)
+
+
+def item_of_a_dict(part: Any, x: torch.Tensor) -> torch.Tensor:
+    if "extra" not in part:
+        part["extra"] = nn.Linear(6, 6)
+    return part["extra"](x)
+
+
+def parameter(part: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(part, "scale"):
+        part.scale = nn.Parameter(torch.full((6,), 2.0))
+    return x * part.scale
+
+
+def item_of_a_parameter_list(part: Any, x: torch.Tensor) -> torch.Tensor:
+    if not len(part):
+        part.append(nn.Parameter(torch.full((6,), 2.0)))
+    return x * part[0]
+
+
+def buffer(part: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(part, "positions"):
+        part.register_buffer("positions", torch.arange(6.0), persistent=False)
+    return x + part.positions
+
+
+def buffer_that_was_none(part: Any, x: torch.Tensor) -> torch.Tensor:
+    if part.positions is None:
+        part.positions = torch.arange(6.0)
+    return x + part.positions
+
+
+def parametrized(part: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(part, "parametrizations"):
+        parametrizations.weight_norm(part)
+    return part(x)
+
+
+def branching(part: Any, x: torch.Tensor) -> torch.Tensor:
+    """No tracer captures the model: the model itself runs."""
+    return child(part, x) if x.sum() > -1e9 else x
+
+
+def module(**attributes: Any) -> nn.Module:
+    made = nn.Module()
+    for name, value in attributes.items():
+        made.register_buffer(name, value) if name == "positions" else setattr(made, name, value)
+    return made
+
+
+CASES: list[tuple[Callable[..., torch.Tensor], Callable[[], nn.Module], str]] = [
+    (child, lambda: module(extra=None), r"module 'part\.extra' \(Linear\)"),
+    (added_child, module, r"module 'part\.extra' \(Linear\)"),
+    (item_of_a_list, nn.ModuleList, r"module 'part\.0' \(Linear\)"),
+    (item_of_a_dict, nn.ModuleDict, r"module 'part\.extra' \(Linear\)"),
+    (parameter, module, r"parameter 'part\.scale'"),
+    (item_of_a_parameter_list, nn.ParameterList, r"parameter 'part\.0'"),
+    (buffer, module, r"buffer 'part\.positions'"),
+    (buffer_that_was_none, lambda: module(positions=None), r"buffer 'part\.positions'"),
+    (parametrized, lambda: nn.Linear(6, 6), r"module 'part\.parametrizations' \(ModuleDict\)"),
+    (branching, lambda: module(extra=None), r"module 'part\.extra' \(Linear\)"),
+]
+
+
+def held(model: nn.Module) -> list[Any]:
+    """All that the modules hold, down to the objects."""
+    return [
+        (type(m), {k: list(v.items()) if isinstance(v, dict) else str(v) for k, v in vars(m).items()})
+        for m in model.modules()
+    ]
+
+
+@pytest.mark.parametrize(("use", "part", "named"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_what_forward_registers_is_refused_by_name_and_fine_after_a_plain_call(
+    use: Callable[..., torch.Tensor], part: Callable[[], nn.Module], named: str
+) -> None:
+    torch.manual_seed(0)
+    model = Registering(part(), use)
+    before, ids = held(model), [id(m) for m in model.modules()]
+    plan = None if use is branching else PLAN
+    with pytest.raises(CaptureError, match=f"forward registers {named}, .* call the model once before"):
+        autopar.parallelize(model, ["cpu", "cpu"], example_args=(X,), plan=plan, tune=0)
+    assert [id(m) for m in model.modules()] == ids
+    assert all(str(a) == str(b) for a, b in zip(held(model), before, strict=True))
+    with torch.no_grad():
+        expected = model(X)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], example_args=(X,), plan=plan, tune=0)
+    torch.testing.assert_close(pm(X), expected)
+    assert [name for name, _ in pm.named_parameters()] == [name for name, _ in model.named_parameters()]
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    pm(X).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model(X), pm(X))
+    assert not torch.equal(model(X), expected)
+
+
+def test_a_lazy_module_of_torch_is_refused_by_name_before_its_first_call() -> None:
+    model = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 6))
+    for call in (autopar.plan, autopar.parallelize):
+        with pytest.raises(CaptureError, match=r"'0\.weight' of LazyLinear has no sizes .* call the model once before"):
+            call(model, ["cpu", "cpu"], example_args=(X,))
+    with pytest.raises(CaptureError, match="call the model once before"):
+        capture(model, (X,), {})
+    expected = model(X)
+    torch.testing.assert_close(autopar.parallelize(model, ["cpu"], example_args=(X,), tune=0)(X), expected)
+
+
+class SharedSettings(nn.Module):
+    """Writes into what it shares with its maker, as models of transformers do."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.layer = config, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.kind is None:
+            self.config.kind = "regression"
+        self.config.seen["calls"].append(tuple(x.shape))
+        self.config.inner.size = x.shape[-1]
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_settings_that_modules_share_are_left_as_they_were(watched: bool) -> None:
+    config = types.SimpleNamespace(kind=None, seen={"calls": []}, inner=types.SimpleNamespace(), first=1)
+    model = SharedSettings(config)
+    if watched:
+        model.register_forward_pre_hook(lambda *_: None)
+    text = str(config)
+    capture(model, (X,), {})
+    assert str(config) == text
+    autopar.plan(model, ["cpu", "cpu"], example_args=(X,))
+    assert str(config) == text

@@ -212,7 +212,7 @@ class Uncaptured:
 
 def _laid_out(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """`tensor` without gaps in memory, its dimensions in `order`: later operators were captured for that (`view`)."""
-    ordered = tensor.permute(*order)
+    ordered = tensor.permute(tuple(order))  # separate numbers would be none for a scalar
     if ordered.is_contiguous():
         return tensor
     return ordered.contiguous().permute(sorted(range(tensor.dim()), key=order.__getitem__))

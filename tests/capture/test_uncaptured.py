@@ -24,6 +24,7 @@ from uncaptured_models import (
     sequences,
 )
 
+import autopar
 from autopar import CaptureError
 from autopar.capture.program import Program, capture
 from autopar.capture.uncaptured import ChangedResultError, uncaptured_in
@@ -333,3 +334,36 @@ def requires_grad_as_before(x: torch.Tensor, a: nn.Linear) -> torch.Tensor:
 
 def test_a_module_that_sets_requires_grad_to_what_it_is_stays_captured() -> None:
     assert not capture(Frozen(requires_grad_as_before), (torch.randn(4, WIDTH),), {}).uncaptured
+
+
+class TakesAndReturnsScalars(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x.square().mean() * scale if scale > 0 else x.sum()
+
+
+class WithScalarPart(nn.Module):
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.a, self.part, self.b = nn.Linear(WIDTH, WIDTH), TakesAndReturnsScalars(), nn.Linear(WIDTH, WIDTH)
+        self.whole = whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x)
+        part = self.part(hidden, hidden.abs().mean())
+        if self.whole and part < 0:
+            return part
+        return part + self.b(hidden).square().mean()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_parts_that_take_and_return_scalars_run_uncaptured(whole: bool) -> None:
+    model, x = WithScalarPart(whole=whole), torch.randn(8, WIDTH)
+    program = capture(model, (x,), {})
+    assert paths(program) == ["" if whole else "part"]
+    torch.testing.assert_close(results(program, x)[0], model(x))
+    pm = autopar.parallelize(model, ["cpu", "cpu"], example_args=(x,), tune=0)
+    torch.testing.assert_close(pm(x), model(x))
+    expected = torch.autograd.grad(model(x), list(model.parameters()), allow_unused=True)
+    pm(x).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

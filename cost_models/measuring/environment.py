@@ -77,13 +77,34 @@ def float32_settings_kept() -> Iterator[None]:
 def full_float32() -> Iterator[None]:
     """Products of float32 numbers keep their precision: no TF32, and no bfloat16 on a CPU. For the whole process.
 
-    Afterwards the settings are as before.
+    Afterwards the settings are as before. Where a program could read torch's older settings before
+    (`cudnn.allow_tf32`, as `cudnn.flags` does), it can do so inside, too: torch raises where they differ from the newer
+    ones.
     """
     with float32_settings_kept():
-        for name in _FP32_PRECISIONS:
-            if _setting(name) is not None:
-                _set(name, "ieee")
-        yield
+        tf32, matmul = _setting("backends.cudnn.allow_tf32"), _older_matmul_precision()
+        try:
+            if tf32:
+                torch.backends.cudnn.allow_tf32 = False
+            if matmul is not None:
+                torch.set_float32_matmul_precision("highest")
+            for name in _FP32_PRECISIONS:
+                if _setting(name) is not None:
+                    _set(name, "ieee")
+            yield
+        finally:
+            if tf32:
+                torch.backends.cudnn.allow_tf32 = True
+            if matmul is not None:
+                torch.set_float32_matmul_precision(matmul)
+
+
+def _older_matmul_precision() -> str | None:
+    """None where torch refuses to read it, because it differs from the newer settings."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 @contextmanager

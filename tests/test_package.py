@@ -161,3 +161,17 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
     }
     modules = ("lightning", "under_torchrun", "accelerate_on_ranks")
     assert found == {f"autopar/integrations/{name}.py" for name in modules}
+
+
+def test_planning_leaves_the_random_numbers_of_a_script_as_they_were() -> None:
+    """In a process of its own: imports happen once."""
+    script = (
+        "import random, torch, autopar\n"
+        "random.seed(0)\n"
+        "before = random.getstate()\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "autopar.plan(model, ['cpu', 'cpu'], example_args=(torch.ones(8, 4),))\n"
+        "print(random.getstate() == before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "True"

@@ -1,5 +1,10 @@
 """Showing plans, profiles, runs and comparisons. The imports register what print() shows of values of lower rooms."""
 
+from autopar.capture.module_state import generators_restored
+
+with generators_restored():  # on import, rich draws a number from the generator that the user may have seeded
+    import rich.style  # noqa: F401
+
 from autopar.report import (
     chrome_trace,
     cluster_comparison,

@@ -68,6 +68,24 @@ def test_a_damaged_cache_is_measured_again(
         assert python_overhead(CPUS, cache=True) == GIVEN
 
 
+def test_a_disturbed_measurement_is_not_kept_for_other_processes(
+    measurements: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(action_overhead, "_splitting", lambda: 2e-3)
+    assert python_overhead(CPUS, cache=True).splitting == 2e-3
+    measured_once.cache_clear()  # as in another process, on a quiet machine
+    monkeypatch.setattr(action_overhead, "_splitting", lambda: GIVEN.splitting)
+    for _ in range(2):
+        assert python_overhead(CPUS, cache=True).splitting == GIVEN.splitting
+        measured_once.cache_clear()
+    assert measurements == ["CPU workers"] * 2
+    assert "unusable" not in caplog.text
+
+
 def gpu(name: str, memory: int = 1 << 30) -> Device:
     return Device(name, torch.device(name.partition("#")[0]), "gpu", memory, 1)
 

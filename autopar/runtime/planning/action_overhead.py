@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import cache as once
 from functools import partial
 from statistics import median
@@ -62,7 +62,7 @@ def python_overhead(devices: tuple[Device, ...], *, cache: bool) -> PythonOverhe
         known = store.get(key, _from_json) if store is not None else None
         if known is None:
             known = measured_once(gpus)
-            if store is not None:
+            if store is not None and _is_sound(known):
                 store.put(key, asdict(known))
     return known
 
@@ -221,6 +221,11 @@ def _splitting() -> float:
 def _from_json(value: Any) -> PythonOverhead:
     """The cached overhead. Raises TypeError or ValueError for anything else."""
     found = PythonOverhead(**value)
-    if not all(type(s) in (int, float) and 0 <= s < _LONGEST for s in asdict(found).values()):
+    if not _is_sound(found):
         raise ValueError(f"cached overheads must be seconds from 0 to {_LONGEST:g}")
     return found
+
+
+def _is_sound(found: PythonOverhead) -> bool:
+    """Whether other processes may rely on it: it was not measured while something else kept the machine busy."""
+    return all(type(s) in (int, float) and 0 <= s < _LONGEST for s in astuple(found))

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 # Files whose warnings are about tracing itself: torch, and contextlib, where a wrong stack level puts some of them.
 _TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
 
+# Modules whose code notes on a model what it has done to it. (The models of transformers are in transformers.models.)
+_LIBRARIES = ("torch.", "transformers.utils.")
 
 Tracers = Literal["export", "symbolic_trace", "both"]  # "both": symbolic_trace where export refuses
 
@@ -91,11 +94,15 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @contextlib.contextmanager
 def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
     """Inside, watch the model being traced; on leaving, warn of plain attributes that its code assigns, and of lists,
-    dicts and sets that it changes: the captured graph does not do that again. Yields their paths."""
+    dicts and sets that it changes: the captured graph does not do that again. Yields their paths.
+
+    What libraries note for themselves on a user's module is among the paths, but no reason to warn.
+    """
     # Skip torch's own modules: they keep private lists of their parameters, which export swaps.
     users = [(name, m) for name, m in model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
     paths = ModulePaths(users)
     assigned: set[str] = set()
+    reported: set[str] = set()
     original = nn.Module.__setattr__
     containers = [
         (f"{path}.{name}".lstrip("."), value, value.copy())
@@ -113,6 +120,8 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
         )
         if not known and not _same(own.get(name, self), value):
             assigned.add(f"{path}.{name}".lstrip("."))
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith(_LIBRARIES):
+                reported.add(f"{path}.{name}".lstrip("."))
         original(self, name, value)
 
     nn.Module.__setattr__ = recording_setattr  # type: ignore[method-assign]
@@ -123,9 +132,10 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
         for path, value, before in containers:
             if not unchanged((value, before), value):
                 assigned.add(path)
-    if assigned:
+                reported.add(path)
+    if reported:
         warn(
-            f"forward assigns {', '.join(sorted(assigned))}, but a captured model does not change attributes; "
+            f"forward assigns {', '.join(sorted(reported))}, but a captured model does not change attributes; "
             "return the value, or keep it in a buffer"
         )
 
@@ -217,6 +227,21 @@ def _plain_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             model.forward = own
 
 
+class _UnknownOutputError(Exception):
+    """The model returns a value that no graph can return."""
+
+    def __init__(self, cls: type, output: Any) -> None:
+        leaves = zip(torch_private.tree_paths(output), torch_private.tree_leaves(output), strict=True)
+        entry = next((path for path, leaf in leaves if type(leaf) is cls), "")
+        name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+        self.short = f"its output{entry} is a {name}"
+        super().__init__(
+            f"cannot capture module '(root)': {self.short}, which no graph returns; drop it from the output, or return "
+            "it beside the model. A class that holds tensors may be a dataclass, or registered "
+            "(torch.export.register_dataclass)"
+        )
+
+
 def _unguarded(*_: Any) -> None:
     """The guards of a graph without guards."""
 
@@ -236,8 +261,10 @@ def _export(
         for leaf, dims in zip(leaves, symbols, strict=True)
     ]
     shapes_args, shapes_kwargs = torch_private.tree_unflatten(dynamic, in_spec)
+    returned: list[Any] = []
     for attempt in range(4):
         forget_traced_layers()
+        watch = model.register_forward_hook(lambda *call: returned.append(call[-1]))
         try:
             with _quiet(caught), readable_tf32(), _plain_signature(model, args, kwargs) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
@@ -245,7 +272,12 @@ def _export(
             break
         except (RuntimeError, TypeError) as error:
             if attempt == 3 or not torch_private.register_output_type(error, model):
+                unknown = torch_private.unknown_output(error)
+                if unknown is not None and returned:
+                    raise _UnknownOutputError(unknown, returned[-1]) from error
                 raise
+        finally:
+            watch.remove()
     module = exported.module()
     assert isinstance(module, fx.GraphModule)
     guards = getattr(module, "_guards_fn", None)
@@ -333,6 +365,8 @@ def _refused(model: nn.Module, error: BaseException) -> RefusedError:
     """`error` of torch.export as an error that names the module, the line and what to change."""
     if isinstance(error, RefusedError):
         return error
+    if isinstance(error, _UnknownOutputError):
+        return RefusedError(str(error), "", error.short)
     paths = ModulePaths(model.named_modules())
     where, line = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -345,8 +379,6 @@ def _refused(model: nn.Module, error: BaseException) -> RefusedError:
         where = named[1] if named and named[1] in dict(model.named_modules()) else ""
     if "data-dependent" in text or "DataDependent" in type(error).__name__ or "unbacked" in text:
         advice = "control flow depends on a tensor's values; use torch.where or torch.cond, or decide outside the model"
-    elif "in output, which is not a known type" in text:
-        advice = "return tensors, tuples, dicts or dataclasses, or register the class (torch.export.register_dataclass)"
     elif isinstance(error, TypeError):
         advice = "check that the example inputs are what the model expects"
     else:

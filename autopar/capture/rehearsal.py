@@ -258,8 +258,9 @@ def _watched_call(held: HeldTensors | None, call: Callable[..., Any], args: Any,
     elif not tensors:
         refused = "returns no tensor"
     elif not all(is_constant(c) for c in structure.constants):
-        other = next(c for c in structure.constants if not is_constant(c))
-        refused = f"returns a {type(other).__name__}"
+        named = zip(torch_private.tree_paths(result), structure.constants, strict=True)
+        path, other = next((path, c) for path, c in named if not is_constant(c))
+        refused = f"returns a {type(other).__name__}" + (f" in output{path}" if path else "")
     elif any(t.is_sparse or t.is_nested for t in tensors):
         refused = "returns a tensor without strides"
     else:

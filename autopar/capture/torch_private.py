@@ -262,7 +262,7 @@ def no_global_hooks() -> Iterator[None]:
             table.update(hooks)
 
 
-def _unknown_output(error: BaseException) -> type | None:
+def unknown_output(error: BaseException) -> type | None:
     """The output class that `error` of torch.export does not know; None for other errors.
 
     torch 2.11 looks up the returned object itself in a table of classes, and raises TypeError if it is not hashable, as
@@ -343,7 +343,7 @@ def register_output_type(error: BaseException, model: nn.Module) -> bool:
     Dataclasses are registered by their fields, and caches of transformers models by transformers' own functions, whose
     module depends on its version.
     """
-    cls = _unknown_output(error)
+    cls = unknown_output(error)
     if cls is None:
         return False
     module_name = cls.__module__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -556,3 +557,57 @@ def test_what_a_model_returns_has_its_own_types_and_lines_are_the_users_where_sy
     assert types(found) == types(expected)
     found["extra"] = 1
     torch.testing.assert_close(found["pair"][1][0], expected["pair"][1][0])
+
+
+class NotedByLibraries(nn.Module):
+    """Its forward runs code of libraries and its own, which note something on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.by_transformers, self.by_torch, self.kept = False, False, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        exec("model.by_transformers = True", {"__name__": "transformers.utils.output_capturing", "model": self})
+        exec("model.by_torch = True", {"__name__": "torch.nn.utils.notes", "model": self})
+        exec("model.kept = True", {"__name__": "transformers.models.bert.modeling_bert", "model": self})
+        return self.linear(x)
+
+
+def test_what_libraries_note_on_a_model_is_not_warned_of_and_no_change_by_the_caller() -> None:
+    model = NotedByLibraries()
+    with pytest.warns(AutoparWarning) as caught:
+        program = capture(model, (torch.randn(3, 4),), {})
+    said = [str(w.message) for w in caught]
+    assert len(said) == 1
+    assert said[0].startswith("forward assigns kept, but")
+    assert program.live == {"by_transformers", "by_torch", "kept"}
+    assert (model.by_transformers, model.by_torch, model.kept) == (False, False, False)
+
+
+class ReturnsMore(nn.Module):
+    def __init__(self, more: Any) -> None:
+        super().__init__()
+        self.linear, self.more = nn.Linear(4, 4), more
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"result": self.linear(x), "about": [x.shape[-1], self.more]}
+
+
+class Unknown:
+    """Neither a tensor nor a constant."""
+
+
+def test_an_output_that_no_graph_returns_is_refused_by_its_entry() -> None:
+    with pytest.raises(CaptureError) as refused:
+        capture(ReturnsMore(Unknown()), (torch.randn(3, 4),), {})
+    said = str(refused.value)
+    assert re.search(r"its output\['about'\]\[1\] is a \S*Unknown, .* drop it .* or return it beside the model", said)
+    assert "because it returns a Unknown in output['about'][1]" in said
+    assert "github" not in said
+
+
+def test_an_output_may_hold_a_device() -> None:
+    model, x = ReturnsMore(torch.device("cpu")), torch.randn(3, 4)
+    pm = autopar.parallelize(model, ["cpu"], example_args=(x,), tune=0)
+    assert pm(x)["about"] == model(x)["about"] == [4, torch.device("cpu")]

@@ -38,7 +38,7 @@ from autopar.capture.lost_effects import LostEffectError, refused_effects
 from autopar.capture.module_state import Generators
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.parameter_writes import parameters_kept, refusal, unseen_write, written_parameter
-from autopar.capture.registrations import contents_restored, refuse_uninitialized
+from autopar.capture.registrations import contents_restored, refuse_reserved_names, refuse_uninitialized
 from autopar.capture.rehearsal import WRITES_INPUT
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
 from autopar.capture.uncaptured import Effects, uncaptured_in
@@ -192,6 +192,7 @@ def capture(
     """
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
+    refuse_reserved_names(model)
     refuse_uninitialized(model)
     refuse_packed_sequences(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))

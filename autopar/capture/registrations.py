@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from autopar.capture.module_state import Contents
@@ -24,6 +24,9 @@ _REMEDY = (
     "call the model once before, as in `with torch.no_grad(): model(*example_args)`, so that it has all its modules, "
     "parameters and buffers"
 )
+
+# The last two are set by torch.export.
+_RESERVED = {*dir(fx.GraphModule(nn.Module(), fx.Graph())), "shape_env", "_guards_fn"} - {*dir(nn.Module())}
 
 
 class RegistrationError(CaptureError):
@@ -37,6 +40,19 @@ def refuse_uninitialized(model: nn.Module) -> None:
             if tensor is not None and is_lazy(tensor):
                 raise RegistrationError(
                     f"'{_joined(path, name)}' of {type(module).__name__} has no sizes before the first call; {_REMEDY}"
+                )
+
+
+def refuse_reserved_names(model: nn.Module) -> None:
+    """Raise CaptureError if the root holds something under a name that a captured graph needs for itself, such as
+    `code`. (Inner modules keep their names: the graph is no module inside of them.)"""
+    for table, kind in _TABLES.items():
+        for name in getattr(model, table):
+            if name in _RESERVED:
+                raise CaptureError(
+                    f"{kind} '{name}' of {type(model).__name__} cannot be captured: a captured graph (torch.fx."
+                    f"GraphModule) has an attribute of this name itself. Rename it, as to '{name.strip('_')}_', or "
+                    "hold it in a module inside of the model"
                 )
 
 

@@ -180,3 +180,30 @@ def test_settings_that_modules_share_are_left_as_they_were(watched: bool) -> Non
     assert str(config) == text
     autopar.plan(model, ["cpu", "cpu"], example_args=(X,))
     assert str(config) == text
+
+
+class Named(nn.Module):
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.kind, self.name = kind, name
+        if kind == "buffer":
+            self.register_buffer(name, torch.ones(6))
+        else:
+            setattr(self, name, nn.Linear(6, 6) if kind == "module" else nn.Parameter(torch.ones(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        named = getattr(self, self.name)
+        return self.b(named(self.a(x)) if self.kind == "module" else self.a(x) * named)
+
+
+@pytest.mark.parametrize("name", ["code", "graph", "meta", "_code", "recompile", "print_readable", "shape_env"])
+@pytest.mark.parametrize("kind", ["module", "parameter", "buffer"])
+def test_names_of_a_captured_graphs_own_are_refused_at_the_root_and_fine_inside(kind: str, name: str) -> None:
+    model = Named(kind, name)
+    with pytest.raises(CaptureError, match=rf"{kind} '{name}' of Named cannot be captured.* Rename it"):
+        capture(model, (X,), {})
+    inside = nn.Sequential(model)
+    program = capture(inside, (X,), {})
+    assert not program.uncaptured
+    torch.testing.assert_close(program.graph_module(X)[0], inside(X))

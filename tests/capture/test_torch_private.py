@@ -539,3 +539,14 @@ def test_parts_of_dtensors_are_those_of_the_public_calls() -> None:
         torch.optim.AdamW([like]).step()
     finally:
         dist.destroy_process_group()
+
+
+def test_the_class_of_an_output_that_export_does_not_know_is_found() -> None:
+    class ReturnsDevice(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x + 1, x.device
+
+    with pytest.raises(RuntimeError) as refused:
+        torch.export.export(ReturnsDevice(), (torch.ones(2),), strict=False)
+    assert torch_private.unknown_output(refused.value) is torch.device
+    assert torch_private.unknown_output(RuntimeError("of another kind")) is None

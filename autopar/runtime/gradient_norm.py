@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import InputError
 from autopar.errors.names import with_checked_names
+from autopar.runtime.ranks.faults.failure import names
 from autopar.runtime.ranks.faults.watcher import watched
 from autopar.runtime.ranks.gradients.apart_gradients import incomplete
 from autopar.runtime.ranks.module import RankedModule
@@ -30,6 +32,14 @@ from autopar.runtime.ranks.world import World
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _WAITING = -1.0  # in the place of a rank's norm: its gradients of accumulate() are not added up yet
+
+
+class _Clipping(NamedTuple):
+    """What a rank clips by, which must be the same on all: every stage is scaled by it."""
+
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool
 
 
 @with_checked_names
@@ -48,9 +58,13 @@ def clip_grad_norm_(
     model had before they were placed), or in one process any module or parameters.
 
     Raises:
-        InputError: `norm_type` is not positive on ranks, or gradients of `accumulate()` are not added up yet.
+        InputError: `max_norm` or `norm_type` is no number, or differs between ranks, `norm_type` is not positive on
+            ranks, or gradients of `accumulate()` are not added up yet.
         RuntimeError: `error_if_nonfinite`, and the norm is inf or NaN.
     """
+    _check_number("max_norm", max_norm, "1.0")
+    if norm_type != "inf":  # torch takes the word, too
+        _check_number("norm_type", norm_type, "2.0 or inf")
     if isinstance(parameters, torch.Tensor):
         given = [parameters]
     elif isinstance(parameters, nn.Module):
@@ -63,12 +77,13 @@ def clip_grad_norm_(
         placed = known_by(given)
     if not placed:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    if not norm_type > 0:
+    clipping = _Clipping(float(max_norm), float(norm_type), bool(error_if_nonfinite))
+    if not clipping.norm_type > 0:
         raise InputError(f"norm_type must be positive for parameters on ranks, got {norm_type!r}")
     for one in placed:
         given = one.present(given)
     models = placed if given else []
-    return _clipped(placed[0].world, models, given, max_norm, float(norm_type), error_if_nonfinite, foreach)
+    return _clipped(placed[0].world, models, given, clipping, foreach)
 
 
 @watched("clip_grad_norm_")
@@ -77,15 +92,14 @@ def _clipped(
     world: World,
     placed: Sequence[RankParameters],
     parameters: Sequence[torch.Tensor],
-    max_norm: float,
-    p: float,
-    error_if_nonfinite: bool,
+    clipping: _Clipping,
     foreach: bool | None,
 ) -> torch.Tensor:
+    max_norm, p, error_if_nonfinite = clipping
     with_gradient = [(parameter, _local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
     counted = [gradient for parameter, gradient in with_gradient if _counts_here(world, placed, parameter)]
     own = float(torch.nn.utils.get_total_norm(counted, p, foreach=foreach)) if counted else 0.0
-    total = _joined(world, _WAITING if any(one.apart.waiting for one in placed) else own, p)
+    total = _joined(world, _WAITING if any(one.apart.waiting for one in placed) else own, clipping)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {p} of the gradients is {total}, so it cannot be clipped. To scale the gradients "
@@ -111,22 +125,46 @@ def _counts_here(world: World, placed: Sequence[RankParameters], parameter: torc
     )
 
 
-def _joined(world: World, own: float, p: float) -> float:
+def _joined(world: World, own: float, clipping: _Clipping) -> float:
     """The norm of all ranks' norms. The same sum in the same order on every rank.
 
-    Raises InputError on all ranks where one passes `_WAITING`.
+    Raises InputError on all ranks where one passes `_WAITING`, or clips by something else.
     """
-    rows = world.announced("clip_grad_norm_", struct.unpack("q", struct.pack("d", own)))
-    norms = [struct.unpack("d", struct.pack("q", *row))[0] for row in rows]
+    sent = struct.pack("4d", own, *clipping)
+    rows = world.announced("clip_grad_norm_", struct.unpack("4q", sent))
+    found = [struct.unpack("4d", struct.pack("4q", *row)) for row in rows]
+    norms = [norm for norm, *_ in found]
     if _WAITING in norms:
         raise on_all_ranks(incomplete("clip_grad_norm_"))
-    largest = max(norms)
+    if difference := _difference([_Clipping(most, p, bool(strict)) for _, most, p, strict in found]):
+        raise on_all_ranks(InputError(difference))
+    p, largest = clipping.norm_type, max(norms)
     if any(map(math.isnan, norms)):
         return math.nan
     if largest in (0.0, math.inf) or math.isinf(p):
         return largest
     total: float = largest * sum((norm / largest) ** p for norm in norms) ** (1 / p)
     return total
+
+
+def _difference(clippings: Sequence[_Clipping]) -> str:
+    """What ranks clip by that differs from rank 0, in words; "" if nothing does. `clippings`: by rank."""
+    for place, name in enumerate(_Clipping._fields):
+        values = [repr(one[place]) for one in clippings]  # a NaN equals a NaN
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            alike = [rank for rank in others if values[rank] == values[others[0]]]
+            return (
+                f"clip_grad_norm_: ranks differ in {name}: {values[0]} on rank 0, {values[others[0]]} on "
+                f"{names(alike)}; pass the same {name} on every rank, because one norm scales the gradients of all"
+            )
+    return ""
+
+
+def _check_number(name: str, value: Any, example: str) -> None:
+    """Raise InputError for an argument that is neither a number nor a tensor of one element."""
+    if not isinstance(value, Real) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+        raise InputError(f"{name} must be a number, such as {example}, got {value!r}")
 
 
 def _local(gradient: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ def test_clipping_accumulation_and_scaling_in_one_process(trained: tuple[nn.Modu
         assert ours.get_scale() == theirs.get_scale()
         for a, b in zip(pm.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("value", ["a", None, [1.0], torch.ones(2)])
+def test_clipping_by_what_is_no_number_is_refused(trained: tuple[nn.Module, Any], value: Any) -> None:
+    """For a pipelined module and for any other; and a number may be in a tensor, or be called "inf", as for torch."""
+    for module in trained:
+        for name in ("max_norm", "norm_type"):
+            with pytest.raises(InputError, match=f"{name} must be a number, such as .*, got {re.escape(repr(value))}"):
+                autopar.clip_grad_norm_(module, **{"max_norm": 1.0, name: value})
+        autopar.clip_grad_norm_(module, torch.tensor(1.0), norm_type="inf")  # type: ignore[arg-type]
 
 
 def test_shares_of_a_batch_need_several_processes(trained: tuple[nn.Module, Any]) -> None:

@@ -122,6 +122,20 @@ def clipped_with_another_model(what: str) -> dict[str, float]:
     return {"norm": abs(norm.item() / wanted.item() - 1), "gradients": max(errors)}
 
 
+def clipped_differently(name: str, values: list[Any]) -> tuple[str, bool, float]:
+    """What clipping raises where rank r passes `values[r]`, whether it counts as one that rank 0 shows, and the error
+    of the gradients after ranks then clip alike."""
+    original, pm, x = ready(Job("mlp", "chain"))
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    functional.mse_loss(original(x), x).backward()
+    options: dict[str, Any] = {"max_norm": 1e-3, name: values[dist.get_rank()]}
+    _, message, is_shown_by_first = raised_by(lambda: autopar.clip_grad_norm_(pm, **options))
+    options[name] = values[0]
+    autopar.clip_grad_norm_(pm, **options)
+    nn.utils.clip_grad_norm_(original.parameters(), **options)
+    return message, is_shown_by_first, gradient_error(pm, original)
+
+
 def clipped_between() -> list[str]:
     """What clipping a layer, of which the last rank has nothing, raises while gradients wait, and of which ranks."""
     pms = [ready(Job("mlp", plan)) for plan in ("replicas 2,1", "replicas 2,1")]

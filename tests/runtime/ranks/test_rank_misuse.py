@@ -12,6 +12,7 @@ from rank_misuse import (
     caught_inside_accumulation,
     changed_on_one_rank,
     clipped_between,
+    clipped_differently,
     clipped_with_another_model,
     different_calls,
     loss_of_another_dtype,
@@ -77,6 +78,23 @@ def test_clipping_with_two_models_is_that_of_one_process(ranks: RankPool, what: 
     for found in ranks.run(clipped_with_another_model, 2, what):
         assert found["norm"] < 1e-6  # the norm is a float32
         assert found["gradients"] < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("max_norm", [1e-3, 1e-2, 1e-2], "0.001 on rank 0, 0.01 on ranks 1, 2"),
+        ("max_norm", [1e-3, 1e-3, torch.tensor(0.5)], "0.001 on rank 0, 0.5 on rank 2"),
+        ("norm_type", [1, 2.0, 1.0], "1.0 on rank 0, 2.0 on rank 1"),
+        ("error_if_nonfinite", [False, True, False], "False on rank 0, True on rank 1"),
+    ],
+)
+def test_ranks_that_clip_differently_are_refused(ranks: RankPool, name: str, values: list[object], said: str) -> None:
+    """And gradients are as before."""
+    for message, is_shown_by_first, error in ranks.run(clipped_differently, 3, name, values):
+        assert message.startswith(f"clip_grad_norm_: ranks differ in {name}: {said}; pass the same {name} on every")
+        assert is_shown_by_first
+        assert error < TOLERANCE
 
 
 def test_clipping_between_is_refused_also_without_parameters(ranks: RankPool) -> None:

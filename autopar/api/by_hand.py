@@ -18,6 +18,7 @@ from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_wor
 from autopar.planner.pricers import with_pricer
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import Devices, check_module, devices_at_hand, need_example, need_target
+from autopar.runtime.ranks.parameters.holders import check_captured
 from autopar.runtime.ranks.world import together
 from cost_models import Cluster
 
@@ -54,6 +55,8 @@ def _by_hand(
             return capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
 
         example = captured(model)
+        if world is not None:
+            check_captured(example.program)
         if all(device.torch_device.type == "cpu" for device in parsed):
             found = plan_by_hand_for_workers(example, parsed, options, degrees, progress, problems)
             return with_pricer(found, unpriced_at_hand(model, captured, parsed, options))

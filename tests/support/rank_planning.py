@@ -12,6 +12,7 @@ from rank_cases import mlp
 from rank_checkpoints import message_of
 from torch import nn
 from torch.nn import functional
+from uncaptured_models import CASES
 
 import autopar
 from autopar import Cluster, InputError, Plan, PlanError
@@ -91,6 +92,16 @@ def too_large_a_plan() -> str:
     except PlanError as error:
         return str(error)
     return ""
+
+
+def plan_by_hand_of_uncaptured_code(number: int) -> str:
+    """What a plan by hand raises on ranks for a case. Then one process runs the case, by `devices=`, as the model."""
+    case = CASES[number]
+    model, inputs = case.model(), case.inputs(6)
+    original, plan = copy.deepcopy(model), Plan.from_split(case.split, n_microbatches=2)
+    message = message_of(lambda: Plan.by_hand(model, None, example_args=inputs, pipeline=2))
+    torch.testing.assert_close(autopar.parallelize(model, ["cpu", "cpu"], plan=plan)(*inputs), original(*inputs))
+    return message
 
 
 def passes_fail(where: str) -> list[str]:

@@ -12,6 +12,7 @@ from rank_planning import (
     links,
     modes_after_planning,
     passes_fail,
+    plan_by_hand_of_uncaptured_code,
     plans,
     too_large_a_plan,
     wrapped_in_ddp,
@@ -63,6 +64,17 @@ def test_a_plan_for_more_devices_than_ranks_is_refused(ranks: RankPool) -> None:
         assert "the plan uses 3 devices, but 2 are given" in message
         assert "one rank for each device, 2 of them" in message
         assert re.search(r"; start 3 with `torchrun --nproc-per-node 3 \S+`$", message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "module"), [(0, "DoubledSwish"), (2, "NumpyGate")])
+def test_a_plan_by_hand_of_uncaptured_code_says_that_one_process_runs_it(
+    ranks: RankPool, number: int, module: str
+) -> None:
+    """Whether the code has a price without values or not."""
+    for message in ranks.run(plan_by_hand_of_uncaptured_code, 2, number):
+        assert re.match(rf"PlanError: one process a device runs captured code alone, and .*{module}", message), message
+        assert "or give devices=, so that one process runs the plan" in message
 
 
 @pytest.mark.slow

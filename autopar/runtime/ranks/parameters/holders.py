@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.lower.sharded import Piece, has_sparse_gradient
 from autopar.lower.stages import Lowered, StageProgram
@@ -197,6 +198,15 @@ def _finer(
         finer_states(stage, one, grid.order, tensors)[0]
         for stage, one, grid in zip(plan.stages, lowered.stages, stages, strict=True)
     ]
+
+
+def check_captured(program: Program) -> None:
+    """Raise PlanError for code that no tracer captures, with its module: no plan runs it on ranks."""
+    if program.uncaptured:
+        raise PlanError(
+            f"one process a device runs captured code alone, and {program.uncaptured[0]}: make this code fit for "
+            "torch.export, or give devices=, so that one process runs the plan"
+        )
 
 
 def check_supported(

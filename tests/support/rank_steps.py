@@ -36,6 +36,10 @@ def _differing(what: str, parameters: Any, own: int) -> torch.optim.Optimizer:
     """As a script that does `what` by the rank makes it."""
     if what == "class" and own:
         return torch.optim.AdamW(parameters, lr=0.1)
+    if what == "swapped":
+        first, *rest = parameters
+        rates = (0.1, 0.2) if own else (0.2, 0.1)
+        return torch.optim.SGD([{"params": ps, "lr": lr} for ps, lr in zip(([first], rest), rates, strict=True)])
     if what == "option" and own:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     return torch.optim.SGD(parameters, lr=0.2 if what == "rate" and own else 0.1)
@@ -58,8 +62,35 @@ def steps_that_differ(model: str, plan: str, what: str, made: str) -> str:
     return message_of(lambda: _step(model, pm, x))
 
 
+def _said_by(calls: Callable[[], list[str]]) -> list[str]:
+    """The messages that `calls` returns, and warnings about the ranks' optimizers."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        messages = calls()
+    return messages + [str(one.message) for one in caught if "ranks differ" in str(one.message)]
+
+
+def steps_that_differ_between_stages(what: str) -> list[str]:
+    """What calls raise and warn of, where ranks hold different stages, and made their optimizers after the first."""
+    _, pm, x = _ready("mlp", "chain")
+    own = dist.get_rank()
+    _step("mlp", pm, x)
+    optimizer = _differing(what, pm.parameters(), own)
+
+    def calls() -> list[str]:
+        messages = []
+        for _ in range(3):
+            if not (what == "no step" and own):
+                optimizer.step()
+            messages.append(message_of(lambda: _step("mlp", pm, x)))
+        return messages
+
+    return _said_by(calls)
+
+
 def steps_that_may_differ(what: str) -> list[str]:
-    """What calls raise where ranks train their stages in different ways, as a script for one process would."""
+    """What calls raise and warn of, where ranks train their stages in different ways, as a script for one process
+    would."""
     _, pm, x = _ready("mlp", "chain")
     first, last = "0.weight", "10.weight"
     if what == "own option":  # that an optimizer changes by itself
@@ -82,12 +113,32 @@ def steps_that_may_differ(what: str) -> list[str]:
     if what == "rates by layer":
         rates = {first: 0.1, last: 0.2}
         optimizers = [torch.optim.SGD([{"params": [here[n]], "lr": rate} for n, rate in rates.items() if n in here])]
-    for step in range(4):
-        for every, optimizer in zip((1, 2), optimizers, strict=False):
-            if step % every == 0:
-                optimizer.step()
-        messages.append(message_of(lambda: _step("mlp", pm, x)))
-    return messages
+    if what == "rates by all layers":
+        optimizers = [
+            torch.optim.SGD([{"params": [p], "lr": 0.01 * (1 + int(n.split(".")[0]))} for n, p in here.items()])
+        ]
+    if what == "weights and biases":
+        ends = ("weight", "bias")
+        optimizers = [torch.optim.SGD([p for n, p in here.items() if n.endswith(end)]) for end in ends]
+    if what == "the last stage":
+        optimizers = [torch.optim.SGD(pm.parameters())] if last in here else []
+    if what == "the last layer":
+        optimizers = [torch.optim.SGD([here[last]])] if last in here else []
+    if what == "frozen later":
+        for name, p in here.items():
+            p.requires_grad_(int(name.split(".")[0]) < 6)
+        trained = [p for p in here.values() if p.requires_grad]
+        optimizers = [torch.optim.SGD(trained or [torch.zeros(1)])]
+
+    def calls() -> list[str]:
+        for step in range(4):
+            for every, optimizer in zip((1, 2), optimizers, strict=False):
+                if step % every == 0:
+                    optimizer.step()
+            messages.append(message_of(lambda: _step("mlp", pm, x)))
+        return messages
+
+    return _said_by(calls)
 
 
 def copies_that_round_differently() -> tuple[str, list[str]]:

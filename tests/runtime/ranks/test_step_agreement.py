@@ -6,7 +6,13 @@ import re
 
 import pytest
 from rank_pool import RankPool
-from rank_steps import copies_compared, copies_that_round_differently, steps_that_differ, steps_that_may_differ
+from rank_steps import (
+    copies_compared,
+    copies_that_round_differently,
+    steps_that_differ,
+    steps_that_differ_between_stages,
+    steps_that_may_differ,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +44,28 @@ def test_steps_that_differ_are_refused(ranks: RankPool, model: str, plan: str, w
     assert re.match("InputError: (ranks differ in the optimizer's steps|the copies of '[a-z0-9.]+')", messages[0])
 
 
-@pytest.mark.parametrize("what", ["rate", "no step"])
+@pytest.mark.parametrize("what", ["rate", "no step", "swapped"])
 def test_an_optimizer_of_the_whole_model_makes_the_same_steps_with_all_stages(ranks: RankPool, what: str) -> None:
+    said = SAID | {"swapped": "SGD has lr of group 0=0.2 on rank 0, lr of group 0=0.1 on rank 1; every rank"}
     for message in ranks.run(steps_that_differ, 2, "mlp", "chain", what, "before"):
-        assert re.search(SAID[what], message), message
+        assert re.search(said[what], message), message
+
+
+@pytest.mark.parametrize("what", ["rate", "class", "no step"])
+def test_optimizers_of_all_parameters_of_a_rank_that_differ_are_warned_of_once(ranks: RankPool, what: str) -> None:
+    """Made after the first call: a script may mean to train its stages in different ways."""
+    (*messages, warned), silent = ranks.run(steps_that_differ_between_stages, 2, what)
+    assert {*messages, *silent} == {""}
+    assert warned.startswith("ranks differ in the steps of an optimizer that has all of a rank's parameters: ")
+    assert SAID[what].partition(";")[0] in warned
 
 
 @pytest.mark.parametrize(
-    "what", ["one layer", "two before", "two after", "rates by layer", "own option", "frozen stage"]
+    "what",
+    [
+        *("one layer", "two before", "two after", "rates by layer", "own option", "frozen stage"),
+        *("rates by all layers", "weights and biases", "the last stage", "the last layer", "frozen later"),
+    ],
 )
 def test_stages_may_be_trained_in_different_ways(ranks: RankPool, what: str) -> None:
     assert {message for found in ranks.run(steps_that_may_differ, 2, what) for message in found} == {""}

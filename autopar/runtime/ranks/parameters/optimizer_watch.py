@@ -3,7 +3,6 @@ that `optimizers.py` refuses."""
 
 from __future__ import annotations
 
-import gc
 import sys
 from types import FrameType
 from typing import Any
@@ -14,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.errors import InputError
 from autopar.runtime.initial_values.missing_values import follow
-from autopar.runtime.ranks.parameters.optimizers import WHOLE_ONLY, is_cut
+from autopar.runtime.ranks.parameters.optimizers import WHOLE_ONLY, all_optimizers, is_cut
 from autopar.runtime.ranks.world import World
 
 _FRAMES = 12  # of callers that are looked at: torch's scaler is among the first
@@ -54,7 +53,7 @@ class OptimizerWatch:
         """
         cut = [name for name, p in parameters.named() if is_cut(p)]
         self._cut = next((names[0] for names in self._world.gathered(cut[:1]) if names), None)
-        for optimizer in _optimizers():
+        for optimizer in all_optimizers():
             follow(optimizer)
             if parameters.has_any(optimizer) and not _has_stepped(optimizer):
                 parameters.adopt(optimizer)
@@ -82,11 +81,6 @@ class OptimizerWatch:
                 f"torch.optim.{type(optimizer).__name__} cannot step parts of a parameter, and '{self._cut}' is cut "
                 "over ranks: use AdamW or SGD, or a plan that leaves parameters and states whole"
             )
-
-
-def _optimizers() -> list[torch.optim.Optimizer]:
-    """All that there are: torch keeps no list of them, and one may zero or unscale gradients before its first step."""
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -6,6 +6,7 @@ ranks (norms and products of matrices: Muon, LAMB), give what one process gives.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 import torch
@@ -53,3 +54,8 @@ def is_cut(parameter: torch.Tensor) -> bool:
         return False
     sizes = parameter.device_mesh.shape
     return any(isinstance(one, Shard) and n > 1 for one, n in zip(parameter.placements, sizes, strict=True))
+
+
+def all_optimizers() -> list[torch.optim.Optimizer]:
+    """All that there are: torch keeps no list of them, and one may zero or unscale gradients before its first step."""
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]

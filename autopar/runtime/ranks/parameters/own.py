@@ -293,7 +293,7 @@ class RankParameters:
             if not old:
                 continue
             if self.changes.steps is not None:
-                self.changes.steps.is_of_whole_model(optimizer)
+                self.changes.steps.whole.is_made_before(optimizer)
             self._restart(optimizer, old)
             if any(optimizer.state.get(p) for p in old):
                 raise InputError(

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers
 from rank_behaviour import message_of
 from rank_cases import MODELS, Job, loss_of, part_of, plan_of, relative
 from torch import nn
@@ -399,6 +400,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=1),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "plain Adafactor": lambda p: transformers.Adafactor(p, lr=0.01, relative_step=False, scale_parameter=False),
     "Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
     "unrounded Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4),

@@ -199,6 +199,7 @@ REFUSED = {
     ("LBFGS", "chain"): "torch.optim.LBFGS measures one step along all parameters",
     **{(f"fused {kind}", plan): f"torch.optim.{kind} with fused=True" for kind in ("SGD", "Adagrad") for plan in PLANS},
     ("Adafactor", "hand tensor=2"): "torch.optim.Adafactor cannot step parts of a parameter",
+    **{("plain Adafactor", plan): "transformers.optimization.Adafactor cannot step the parameters" for plan in PLANS},
     ("Rprop", "hand tensor=2"): "torch.optim.Rprop cannot step parts of a parameter",
 }
 

@@ -16,6 +16,8 @@ from autopar.errors import InputError
 
 # torch's steps of these write into tensors whose placement the operator would have to change.
 WHOLE_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
+# These make states by torch.zeros(shape): plain tensors, which torch does not mix with gradients that are DTensors.
+_WITH_PLAIN_STATES = ("transformers.optimization.Adafactor",)
 # Of the fused kernels, torch gives DTensors those of these alone.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -32,6 +34,13 @@ def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_gr
             "torch.optim.LBFGS measures one step along all parameters, and these ranks hold different stages: use "
             "another optimizer, or a plan of one stage (Plan.by_hand(data=...))"
         )
+    plain = next((name for name in map(_full_name, type(optimizer).__mro__) if name in _WITH_PLAIN_STATES), None)
+    if parameters and plain is not None:
+        raise InputError(
+            f"{plain} cannot step the parameters of ranks, which are DTensors: it makes plain tensors as states. Use "
+            'AdamW or SGD (optim="adamw_torch" or "sgd" of TrainingArguments), or torch.optim.Adafactor with a plan '
+            "that leaves parameters and states whole"
+        )
     if parameters and not isinstance(optimizer, _FUSED) and any(group.get("fused") for group in optimizer.param_groups):
         raise InputError(
             f"torch.optim.{kind} with fused=True cannot step the parameters of ranks, which are DTensors: leave fused "
@@ -46,6 +55,10 @@ def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_gr
                 "or a plan that leaves parameters and states whole (Plan.by_hand with zero=0 and tensor=1, or "
                 "max_shards=1)"
             )
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

@@ -297,7 +297,7 @@ def _quantities(before: Plan, after: Plan) -> list[Quantity]:
             ("bubble", "", "bubble"),
             ("objective", "s", "objective"),
             ("bound", "s", "bound"),
-            ("bound of the search", "s", "searched_bound"),
+            ("bound on the objective", "s", "searched_bound"),
         )
     ]
     quantities.append(Quantity("largest peak memory", "bytes", *(_largest_peak(plan) for plan in plans)))

@@ -112,7 +112,7 @@ def test_the_bottlenecks_sentence_names_what_saves_most(sync: float) -> None:
 
 def test_a_plan_that_one_device_outruns_says_so() -> None:
     slow = dataclasses.replace(replicas(0.27), single_device_time=0.1)
-    said = "slower than one device, which is predicted to take 100 ms a step"
+    said = "slower than one device with memory for the whole step, which is predicted to take 100 ms a step"
     assert said in " ".join(str(slow.report().only("At a glance")).split())
     fast = dataclasses.replace(slow, single_device_time=1.0)
     assert "slower than one device" not in str(fast.report())

@@ -77,8 +77,8 @@ def _slower(subject: Subject) -> Iterator[Block]:
     """A sentence about a plan that one device would outrun."""
     alone, step = subject.plan.single_device_time, subject.plan.predicted_step_time
     if alone is not None and step is not None and len(subject.plan.used_devices) > 1 and alone < step:
-        text = f"This plan is slower than one device, which is predicted to take {seconds_text(alone)} a step"
-        yield Paragraph(f"{text} against {seconds_text(step)}.", strong=True)
+        other = f"one device with memory for the whole step, which is predicted to take {seconds_text(alone)} a step"
+        yield Paragraph(f"This plan is slower than {other} against {seconds_text(step)}.", strong=True)
 
 
 def _step_note(subject: Subject) -> str:

@@ -87,18 +87,19 @@ def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshe
     found = _searched(costs, options, choose, meshes)
     for width in found.searching.only_on_some_devices if isinstance(found.searching, SearchingAtHand) else ():
         found = _faster(found, _searched(costs, options, choose, meshes, width))
-    least = found.excess
+    searches = [found]
     if costs.rehearsal is not None and costs.alone and _looks_again(found):
-        fewer = _with_fewer_bytes(costs, options, choose)
-        found, least = _faster(found, fewer), min(least, fewer.excess)
+        searches.append(_with_fewer_bytes(costs, options, choose))
+        found = _faster(*searches)
     for _ in range(_MOST_SEARCHES):
         if found.best is not None or not math.isfinite(found.excess):
             break
         # With fewer bytes than what the formula says of a dropped stage, the search would find that stage again.
         factor = max(found.searching.options.bytes_factor * found.excess, found.room) * _STEP
         found = _searched(costs, replace(options, bytes_factor=factor), choose, meshes)
-        least = min(least, found.excess)
-    found.excess = least
+        searches.append(found)
+    if math.isfinite(searches[0].excess):  # else the formula says what is lacking
+        found.excess = min(one.excess for one in searches)
     return found
 
 

@@ -207,7 +207,9 @@ class Searching(SearchSpace):
             if candidate.timeline.step_time > fastest * (1 + _MOVED):
                 break
             most = _ROUNDS_MOVED * len(candidate.arrangement.stages)
-            if config.copies > 1 or config.n_microbatches >= most:
+            # Interleaved plans have many boundaries: those of one are moved, if it is the fastest plan for a cluster.
+            too_many = config.chunks > 1 and not (self.ahead and candidate.timeline.step_time == fastest)
+            if config.copies > 1 or config.n_microbatches >= most or too_many:
                 continue
             # Adding up the stages of one of them takes about as long as simulating half as many actions as operators.
             each = candidate.solution.n_actions(config.n_microbatches) + len(self.costs.graph) // 2

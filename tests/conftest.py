@@ -80,6 +80,7 @@ def pytest_xdist_auto_num_workers() -> int:
 EVERY_TENTH_CASE = (
     "analysis/test_batch_proof.py",
     "analysis/test_batching.py",
+    "analysis/test_in_place_writes.py",
     "analysis/test_loss.py",
     "analysis/test_rules.py",
     "analysis/test_unruled.py",
@@ -87,6 +88,7 @@ EVERY_TENTH_CASE = (
     "benchmarks/test_published.py",
     "capture/test_capture.py",
     "capture/test_module_hooks.py",
+    "capture/test_registrations.py",
     "capture/test_rnn.py",
     "capture/test_uncaptured.py",
     "cost_models/test_cache.py",
@@ -181,17 +183,36 @@ EVERY_TENTH_CASE = (
     "sharding/test_strategies.py",
 )
 
+# Files whose tests keep a promise for some models each: the first case runs by default, the others in the slow set.
+FIRST_CASE = (
+    "capture/test_float32_settings.py",
+    "plan/test_assumptions.py",
+    "plan/test_changes.py",
+    "planner/test_hand_plan_layers.py",
+    "planner/test_hand_plan_refusals.py",
+    "planner/test_laws.py",
+    "planner/test_losses_left_out.py",
+    "planner/test_losses_with_tensors.py",
+    "report/test_axis_words.py",
+    "runtime/test_autocast_answers.py",
+    "runtime/test_losses_with_state.py",
+    "runtime/test_lost_by_tracers.py",
+    "runtime/test_overhead.py",
+    "runtime/test_shared_gpu.py",
+)
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, int] = {}
     for item in items:
-        if "/".join(item.path.parts[-2:]) in EVERY_TENTH_CASE:
-            test = item.nodeid.partition("[")[0]
-            number = cases.setdefault(test, 0)
-            cases[test] += 1
-            if number % 10:
-                item.add_marker(pytest.mark.exhaustive if number % 5 else pytest.mark.slow)
+        file, test = "/".join(item.path.parts[-2:]), item.nodeid.partition("[")[0]
+        number = cases.setdefault(test, 0)
+        cases[test] += 1
+        if file in EVERY_TENTH_CASE and number % 10:
+            item.add_marker(pytest.mark.exhaustive if number % 5 else pytest.mark.slow)
+        elif file in FIRST_CASE and number:
+            item.add_marker(pytest.mark.slow)
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
 
     def rank(item: pytest.Item) -> int:

@@ -37,6 +37,7 @@ print(digest_of_code(loss), digest_of_code(Module()), digest_of_graph(graph))
 """
 
 
+@pytest.mark.slow
 def test_digests_are_the_same_in_every_process() -> None:
     found = {
         subprocess.run(

@@ -68,6 +68,7 @@ STANDARD: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_an_edited_plan_still_records_what_it_was_priced_with() -> None:
     plan = planned(launch="eager-functions")
     data = json.loads(plan.to_json())

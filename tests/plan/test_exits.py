@@ -225,6 +225,7 @@ def test_gradients_that_go_back_to_the_parts_of_a_gathered_tensor_are_no_sequenc
     assert "--sequence-parallel" not in plan.to_megatron_args().text
 
 
+@pytest.mark.slow
 def test_sums_that_are_gathered_before_they_are_read_are_no_sequence_parallelism() -> None:
     """On their way to other samples they are scattered for a while, which saves bytes."""
     encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)

@@ -91,6 +91,7 @@ def test_every_corner_of_the_envelope_is_found(
     assert found[0].seconds == min(seconds for seconds, _ in every)
 
 
+@pytest.mark.slow
 def test_no_choice_within_a_limit_is_faster_than_the_line_between_two_neighbours() -> None:
     """On equal layers, against the exact choice under a limit."""
     choices = transformer(3, options=6, labels=3)

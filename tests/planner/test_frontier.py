@@ -75,6 +75,7 @@ def test_small_strategies_are_offered_for_all_micro_batches_that_are_in_flight(r
     assert min(in_flight(other, M) for other in found) < in_flight(fastest, M)
 
 
+@pytest.mark.slow
 def test_the_meshes_of_a_cluster_offer_them_too() -> None:
     with META:
         model, x = Mlp().train(), torch.empty(ROWS * M, 1024)

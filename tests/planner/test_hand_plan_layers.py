@@ -165,6 +165,7 @@ def test_a_weight_is_computed_on_the_stage_that_uses_it(name: str) -> None:
         assert computed == {used[i]}
 
 
+@pytest.mark.slow
 def test_parametrizations_are_no_layers_of_their_own() -> None:
     counts = {
         build.__name__: sum("linear" in operator for operator in by_hand(Layers(build), pipeline=2).stages[0].operators)

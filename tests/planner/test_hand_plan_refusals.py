@@ -177,6 +177,7 @@ def refusal_of(n_devices: int, batch: int, asked: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(n_devices=st.integers(1, 8), batch=st.integers(1, 9), asked=asked_degrees)
 @example_of(n_devices=4, batch=7, asked={"tensor": 3})
@@ -198,6 +199,7 @@ def test_weights_that_a_degree_does_not_divide_share_a_line() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_weights_of_all_equal_layers_are_counted() -> None:
     with pytest.raises(PlanError) as caught:
         by_hand(Cluster.preset("8xH100"), Language(layers=9), tensor=8)
@@ -268,6 +270,7 @@ def test_what_is_wrong_with_a_step_alone_is_an_input_error() -> None:
         by_hand(Cluster.preset("2xH100"), tensor=2, precision="bf16")
 
 
+@pytest.mark.slow
 def test_mixed_stages_are_said_beside_other_contradictions() -> None:
     with pytest.raises(PlanError) as caught:
         by_hand(Cluster.preset("2xH100+2xT4"), tensor=4, zero=1)

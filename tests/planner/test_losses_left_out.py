@@ -51,6 +51,7 @@ def test_a_loss_that_cannot_be_split_is_left_out_and_plans_say_so(loss: Any, tar
     assert all(len(notes_of(plan)) == 1 for plan in plans)
 
 
+@pytest.mark.slow
 def test_the_note_goes_when_a_loss_counts() -> None:
     with pytest.warns(AutoparWarning, match="misspelt"):
         plan, _ = planned(misspelt)
@@ -77,6 +78,7 @@ def test_what_is_no_function_is_refused_by_its_value(wrong: Any) -> None:
         autopar.parallelize(layers(), ["cpu"]).train_step(X, target=X, loss_fn=wrong)
 
 
+@pytest.mark.slow
 def test_inputs_need_no_values_for_a_cluster_and_need_them_where_they_run() -> None:
     model, meta = layers(), X.to("meta")
     call: dict[str, Any] = {"loss_fn": nn.functional.mse_loss}
@@ -91,6 +93,7 @@ def test_inputs_need_no_values_for_a_cluster_and_need_them_where_they_run() -> N
         autopar.plan(model, ["cpu", "cpu"], example_args=(meta,), target=X, **call)
 
 
+@pytest.mark.slow
 def test_devices_that_gain_nothing_are_not_used() -> None:
     """Four that all do the same hold less of the optimizer's state, and are as fast to a hundredth of a percent."""
     torch.manual_seed(0)

@@ -25,6 +25,7 @@ def over(problem: Problem, cuts: np.ndarray) -> Problem:
     return dataclasses.replace(problem, space=dataclasses.replace(problem.space, cuts=cuts), kinds=kinds)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(problems())
 def test_moved_boundaries_keep_the_devices_of_each_pool_and_have_the_price_of_their_definition(

@@ -52,6 +52,7 @@ def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -
         assert found.bound == found.objective
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(problems(most=4), st.sampled_from([1, 3_000_000]))
 def test_problems_of_one_search_are_solved_as_if_each_were_alone(problem: Problem, most_pairs: int) -> None:

@@ -75,6 +75,7 @@ def test_an_edited_plan_is_priced_as_what_it_has_become(found: list[Plan]) -> No
     assert numbers(again) == pytest.approx(numbers(plan), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_what_is_stored_whole_instead_of_cut_needs_more_memory(found: list[Plan]) -> None:
     plan, name, operator = found[0], "0.0.weight", "0.0/linear#0"
     sharding = plan.stages[0].sharding

@@ -143,6 +143,7 @@ def test_a_large_problem_says_how_far_it_is_from_a_bound() -> None:
     assert f"within {plan.objective / plan.searched_bound - 1:.2%} of" in plan.optimality
 
 
+@pytest.mark.slow
 def test_finalists_differ_and_the_first_is_the_plan() -> None:
     plans = find_plans(costs_of(), STEP, 4)
     assert len(plans) == 4
@@ -154,6 +155,7 @@ def test_finalists_differ_and_the_first_is_the_plan() -> None:
     assert [r.step_time for r in plans[0].runners_up][:3] == times
 
 
+@pytest.mark.slow
 def test_neighbouring_stages_share_the_fast_links() -> None:
     costs = costs_of(8, (4,), 16)
     fast, slow = Link(1e-6, 1e11), Link(1e-4, 1e8)
@@ -358,6 +360,7 @@ def test_an_explanation_names_bottleneck_rivals_limits_and_helps() -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_explains_what_its_numbers_tell() -> None:
     plan = make_plan(costs_of(6, (2,)), STEP)
     loaded = Plan.from_json(plan.to_json())
@@ -383,6 +386,7 @@ def test_a_plan_is_explained_by_its_search_as_long_as_it_lives() -> None:
     assert searching() is None, "the search is freed with its plan"
 
 
+@pytest.mark.slow
 def test_a_second_explanation_searches_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(costs_of(6, (2,)), dataclasses.replace(STEP, n_microbatches=2))
     first = plan.explain()

@@ -128,6 +128,7 @@ def test_a_core_with_a_parameter_inside_is_left_out() -> None:
     assert attention_cores(graph_of(Talking(), torch.zeros(2, 8, HIDDEN))) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "t5"])
 def test_every_layer_of_published_models_has_a_core(kind: str, attention: str) -> None:

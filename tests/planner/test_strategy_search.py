@@ -386,6 +386,7 @@ def _kernels(task: ShardingTask, mesh: Mesh, name: str, strategy: Any) -> float:
     return float(options.seconds[options.strategies.index(strategy)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [gpt2, llama, mixtral])
 def test_what_has_no_rule_is_repeated_and_reported(build: Any) -> None:
     class WithLoss(nn.Module):

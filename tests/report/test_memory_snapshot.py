@@ -149,6 +149,7 @@ OPCODES = {
 }
 
 
+@pytest.mark.slow
 def test_the_page_of_memory_viz_can_read_the_file(tmp_path: Path) -> None:
     """Its opcodes and protocol; its numbers are doubles, also for the addresses of a thousand devices."""
     names = tuple(f"cuda:{i}" for i in range(1024))

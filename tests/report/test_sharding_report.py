@@ -53,6 +53,7 @@ def test_a_stage_lists_every_chosen_collective_as_often_as_it_happens(name: str,
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_text_of_a_plan_counts_all_collectives_of_a_step_and_says_their_share(name: str) -> None:
     plan = chosen(name)[0]

@@ -101,6 +101,7 @@ def test_every_call_computes_as_the_plain_model_under_its_own_autocast(
     pm.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_asks_is_captured_once_for_each_answer_and_any_other_once() -> None:
     for kind, captures in ((Angles, 2), (nn.ReLU, 1)):
         pm = by_hand(chain(kind), torch.randn(4, 600, 8))

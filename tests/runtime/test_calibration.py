@@ -147,6 +147,7 @@ def test_a_tuned_plan_is_scaled_by_the_plain_model_that_ran_beside_it(
         assert change.step_time <= (plan.predicted_step_time or 0.0) * 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 def test_a_remembered_measurement_scales_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock({"automatic": 1.0, "without replicas": 2.0, "plain model": 3.0, "one device": 4.0}, monkeypatch)

@@ -93,6 +93,7 @@ def test_with_dynamic_the_first_capture_serves_all_lengths(traced: list[str]) ->
         assert len(traced) == (2 if dynamic == {"ids": 1} else 1)  # nothing was said of the mask
 
 
+@pytest.mark.slow
 def test_without_dynamic_every_length_is_captured_by_itself(traced: list[str]) -> None:
     pm, original = pair(Tagger(), dynamic=False)
     for length in (6, 9, 31, 9):

@@ -169,6 +169,7 @@ def test_a_profiled_step_on_gpus_waits_for_none_of_them_before_it_has_ended(
     assert len(recall()) == before + 1
 
 
+@pytest.mark.slow
 def test_a_prediction_for_another_batch_is_not_compared(own_history: Path) -> None:
     plan = priced_plan("1f1b")
     before = len(recall())

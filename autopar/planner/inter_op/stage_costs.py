@@ -298,13 +298,14 @@ class Costs:
         """For every number of replicas the max terms, and how many replicas later stages may have so that a stage's
         micro-batches in flight fit."""
         at_once = np.where(np.isfinite(self.terms[mode].fill), self._at_once(mode), -1)
+        numbers = np.arange(-1, self.problem.n_microbatches + 1)  # that there may be room for
+        never = np.full(at_once.shape, math.inf)
         for replicas in self.replicas(mode.kind):
-            after = np.searchsorted(self._limits(replicas), at_once, side="right") - 1
-            if not (after >= 0).any():
-                yield replicas, _Choice(np.full(after.shape, math.inf), after.astype(np.int32), math.inf)
-                continue
-            max_term = np.where(after >= 0, self.max_term(mode, replicas), math.inf)
-            yield replicas, _Choice(max_term, after.astype(np.int32), float(max_term.min(initial=math.inf)))
+            by_number = np.searchsorted(self._limits(replicas), numbers, side="right") - 1
+            most_after = by_number.astype(np.int32)[at_once + 1]
+            fits = most_after >= 0
+            max_term = np.where(fits, self.max_term(mode, replicas), math.inf) if fits.any() else never
+            yield replicas, _Choice(max_term, most_after, float(max_term.min(initial=math.inf)))
 
     @cached_property
     def least(self) -> LeastTerms:

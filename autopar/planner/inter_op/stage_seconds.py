@@ -70,6 +70,7 @@ class StageSeconds:
         self.of = of
         self._pairs = of.space.tables.pairs
         self._known_passes: dict[int, PassSeconds[np.ndarray]] = {}
+        self._known_lacking: dict[int, np.ndarray] = {}
         self._known_reduced: OrderedDict[int, np.ndarray] = OrderedDict()  # by replicas
 
     @property
@@ -107,9 +108,11 @@ class StageSeconds:
     def lacking(self, recompute: int) -> np.ndarray:
         """Seconds that the first micro-batch of a replica takes less, [n_pairs]: its gradients are added to none."""
         assert self.of.accumulation is not None
-        taken = self.passes(recompute)
-        most = taken.backward if self.of.weight is None else taken.weight
-        return np.minimum(self._between(self.of.accumulation), most)
+        if recompute not in self._known_lacking:
+            taken = self.passes(recompute)
+            most = taken.backward if self.of.weight is None else taken.weight
+            self._known_lacking[recompute] = np.minimum(self._between(self.of.accumulation), most)
+        return self._known_lacking[recompute]
 
     def reduced(self, replicas: int) -> np.ndarray:
         """Seconds once a step to add up gradients over replicas, whatever stages run again, [n_pairs]."""

@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture import torch_private
 from autopar.capture.module_paths import ModulePaths, running_module
 from autopar.capture.module_state import CONTAINERS, TORCHS_OWN, Generators, unchanged
+from autopar.capture.parameter_writes import ParameterWriteError
+from autopar.capture.registrations import RegistrationError, registrations_refused
 from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import CaptureError, InputError, issue_again, warn
@@ -60,7 +62,7 @@ def trace(
     """Trace `model` for a call like this into one graph.
 
     `symbols`: for every flat input its dimensions with symbolic size; None for a Python int that is a symbol. Raises
-    RefusedError.
+    RefusedError, and ParameterWriteError or RegistrationError where the model's code changes what modules hold.
     """
     if tracers == "symbolic_trace":
         try:
@@ -70,6 +72,8 @@ def trace(
     caught: list[warnings.WarningMessage] = []
     try:
         traced = _export(model, args, kwargs, symbols, in_spec, caught)
+    except (ParameterWriteError, RegistrationError):  # running uncaptured would not help
+        raise
     except Exception as error:  # export may raise anything; then the fallback decides
         if isinstance(error, RefusedError) or tracers == "export":
             raise _refused(model, error) from error
@@ -268,7 +272,8 @@ def _export(
         try:
             with _quiet(caught), readable_tf32(), _plain_signature(model, args, kwargs) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
-                exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+                with registrations_refused(model):
+                    exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             break
         except (RuntimeError, TypeError) as error:
             if attempt == 3 or not torch_private.register_output_type(error, model):

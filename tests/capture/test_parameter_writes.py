@@ -65,7 +65,23 @@ class Uncaptured(Two):
         torch.from_numpy(self.up.weight.detach().numpy()).mul_(0.9)
 
 
-WRITERS = [Clamped, Normed, Shrunk, Copied, OfView, Uncaptured]
+class Replaced(Two):
+    def change(self) -> None:
+        self.up.weight = nn.Parameter(self.up.weight.detach() * 0.9)
+
+
+class Registered(Two):
+    def change(self) -> None:
+        self.up.register_parameter("weight", nn.Parameter(self.up.weight * 0.9))
+
+
+class ReplacedUncaptured(Replaced):
+    def change(self) -> None:
+        if self.up.weight.detach().numpy().sum() < 1e9:
+            super().change()
+
+
+WRITERS = [Clamped, Normed, Shrunk, Copied, OfView, Uncaptured, Replaced, Registered, ReplacedUncaptured]
 SPLIT = Plan.from_split({"up": 0, "down": 1}, n_microbatches=2)
 
 
@@ -84,6 +100,50 @@ def test_a_write_is_refused_by_the_parameters_name_and_changes_nothing(writer: t
         assert torch.equal(tensor, values)
     model.up.weight.data = torch.ones(8, 8)  # outside of a capture everybody may
     assert bool((model.up.weight == 1).all())
+
+
+class PutsBack(Two):
+    """Changes what it holds for a moment, or to what it is."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.down = nn.Linear(8, 8)
+        self.down.weight = self.up.weight
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.up.weight
+        if self.how == "tied again":
+            self.down.weight = own
+            hidden = self.up(x)
+        elif self.how == "functional_call":
+            hidden = torch.func.functional_call(self.up, {"weight": own * 2}, x)
+        else:
+            self.up.weight = nn.Parameter(own.detach() * 2)
+            hidden = self.up(x)
+            self.up.weight = own
+        found: torch.Tensor = self.down(hidden)
+        return found
+
+
+class PutsBackUncaptured(PutsBack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + float(x.detach().numpy().sum() > 1e9)
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+@pytest.mark.parametrize("uncaptured", [False, True])
+@pytest.mark.parametrize("how", ["tied again", "functional_call", "put back"])
+def test_parameters_that_a_forward_puts_back_are_no_writes(how: str, uncaptured: bool) -> None:
+    inner = (PutsBackUncaptured if uncaptured else PutsBack)(how)
+    model, x = nn.Sequential(nn.Linear(8, 8), inner, nn.Linear(8, 4)), torch.randn(8, 8)
+    original = copy.deepcopy(model)
+    plan = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, example_args=(x,), tune=0)
+    for one in (pm, original):
+        one(x).square().sum().backward()
+    for mine, other in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
 
 
 class Words(nn.Module):

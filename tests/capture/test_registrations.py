@@ -143,6 +143,45 @@ def test_what_forward_registers_is_refused_by_name_and_fine_after_a_plain_call(
     assert not torch.equal(model(X), expected)
 
 
+def bias_removed(part: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = part[0](x)
+    part[0].bias = None
+    return found
+
+
+def buffer_removed(part: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = part[1](x)
+    part[1].running_mean = None
+    return found
+
+
+def swapped(part: Any, x: torch.Tensor) -> torch.Tensor:
+    part[0], part[2] = part[2], part[0]
+    found: torch.Tensor = part[0](x)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("use", "named"),
+    [
+        (bias_removed, r"removes parameter 'part\.0\.bias', .* call the model once before"),
+        (buffer_removed, r"removes buffer 'part\.1\.running_mean', .* call the model once before"),
+        (swapped, r"replaces module 'part\.0' \(Linear\) by another \(Linear\).* choose by an argument or an index"),
+    ],
+    ids=["parameter", "buffer", "module"],
+)
+def test_what_forward_removes_or_swaps_is_refused_by_name_and_left_alone(
+    use: Callable[..., torch.Tensor], named: str
+) -> None:
+    part = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    model = Registering(part, use).eval()
+    before, tensors = held(model), model.state_dict(keep_vars=True)
+    with pytest.raises(CaptureError, match=f"forward {named}"):
+        autopar.parallelize(model, ["cpu", "cpu"], example_args=(X,), plan=PLAN, tune=0)
+    assert all(str(a) == str(b) for a, b in zip(held(model), before, strict=True))
+    assert all(tensor is tensors[name] for name, tensor in model.state_dict(keep_vars=True).items())
+
+
 def test_a_lazy_module_of_torch_is_refused_by_name_before_its_first_call() -> None:
     model = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 6))
     for call in (autopar.plan, autopar.parallelize):

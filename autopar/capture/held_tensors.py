@@ -17,16 +17,22 @@ from torch import nn
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import hook_tables_without_users
 from autopar.capture.module_state import CONTAINERS
+from autopar.capture.registrations import Registrations
 from autopar.errors import CaptureError
 
 _TABLES = ("_parameters", "_buffers")
+_LOST = (
+    " in this call. It runs uncaptured, on a copy that later calls do not have: do it in __init__, or call the model "
+    "itself once with such arguments before autopar.parallelize"
+)
 
 
 class HeldTensors:
-    """The parameters and buffers of a module tree: each tensor once, and all the places where it is."""
+    """The parameters and buffers of a module tree: each tensor once, and all the places where it is. `path`: of the
+    module in the model."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.modules = list(module.modules())
+    def __init__(self, module: nn.Module, path: str = "") -> None:
+        self._paths, self.modules = map(list, zip(*module.named_modules(prefix=path), strict=True))
         self._places: list[list[tuple[int, str, str]]] = []  # (number of the module, table, name)
         numbers: dict[int, int] = {}
         for index, owner in enumerate(self.modules):
@@ -45,7 +51,7 @@ class HeldTensors:
 
     def copy(self, tensors: Sequence[torch.Tensor], *, private: bool) -> ModuleCopy:
         """The modules over `tensors`. `private`: without the user's hooks, and with containers of its own."""
-        return ModuleCopy(self.modules, self._places, tensors, private)
+        return ModuleCopy(self._paths, self.modules, self._places, tensors, private)
 
 
 class ModuleCopy:
@@ -53,6 +59,7 @@ class ModuleCopy:
 
     def __init__(
         self,
+        paths: Sequence[str],
         originals: Sequence[nn.Module],
         places: Sequence[Sequence[tuple[int, str, str]]],
         tensors: Sequence[torch.Tensor],
@@ -75,17 +82,23 @@ class ModuleCopy:
                 getattr(self.modules[index], table)[name] = tensor
         torch_private.refresh_flat_weights(self.modules)
         self._before = [dict(vars(module)) for module in self.modules]
+        self._registrations = Registrations(zip(paths, self.modules, strict=True))
 
     @property
     def root(self) -> nn.Module:
         return self.modules[0]
 
+    def refuse_registrations(self) -> None:
+        """Raise ParameterWriteError or RegistrationError if the code registered, removed or replaced what modules hold,
+        except buffers in the place of others."""
+        self._registrations.refuse_changes(_LOST)
+
     def write_buffers(self) -> None:
         """Write what the code assigned to buffers into their tensors. Raises CaptureError for another shape or type."""
         for same, tensor in zip(self._places, self._tensors, strict=True):
             for index, table, name in same:
-                new = getattr(self.modules[index], table).get(name)
-                if new is tensor or not isinstance(new, torch.Tensor):
+                new = getattr(self.modules[index], table)[name]
+                if new is tensor:
                     continue
                 if new.shape != tensor.shape or new.dtype != tensor.dtype:
                     raise CaptureError(

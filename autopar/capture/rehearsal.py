@@ -129,7 +129,7 @@ def rehearse(
     autograd Functions outside of the opaque modules at `paths`, too. Raises whatever the model raises, and
     ParameterWriteError for an opaque module that writes its parameters."""
     leaves, spec = torch_private.tree_flatten((args, kwargs))
-    held = {path: HeldTensors(model.get_submodule(path)) for path in paths}
+    held = {path: HeldTensors(model.get_submodule(path), path) for path in paths}
     parts = [module for one in held.values() for module in one.modules]
     before, names = ParameterValues(parts), {id(p): name for name, p in model.named_parameters()}
     try:

@@ -178,6 +178,7 @@ class Uncaptured:
                 one.training = False
         with contextlib.nullcontext() if running else generators_restored():
             result = module.root.forward(*args, **kwargs)
+        module.refuse_registrations()
         module.write_buffers()
         if running:
             module.write_attributes()

@@ -102,6 +102,44 @@ def test_a_write_is_refused_by_the_parameters_name_and_changes_nothing(writer: t
     assert bool((model.up.weight == 1).all())
 
 
+class AtLaterCalls(nn.Linear):
+    """Changes its weight only in calls that no example shows."""
+
+    uncaptured = False
+
+    def forward(self, x: torch.Tensor, flip: bool = False) -> torch.Tensor:
+        if float(x.detach().sum()) > 1e3 if self.uncaptured else flip:
+            self.weight = nn.Parameter(self.weight.detach() * 0.9)
+        return super().forward(x)
+
+
+class Between(Two):
+    def __init__(self, uncaptured: bool) -> None:
+        super().__init__()
+        self.part = AtLaterCalls(8, 8)
+        self.part.uncaptured = uncaptured
+
+    def forward(self, x: torch.Tensor, flip: bool = False) -> torch.Tensor:
+        found: torch.Tensor = self.down(self.part(torch.exp(self.up(x)), flip))
+        return found
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+@pytest.mark.parametrize("uncaptured", [False, True])
+def test_a_parameter_replaced_at_a_later_call_is_refused_then_and_the_model_left_alone(uncaptured: bool) -> None:
+    model, x = Between(uncaptured), torch.rand(8, 8)
+    nn.init.eye_(model.up.weight)
+    original = copy.deepcopy(model)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=SPLIT, example_args=(x,), tune=0)
+    torch.testing.assert_close(pm(x), original(x))
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"writes the parameter 'part\.weight'"):
+            pm(x + 5) if uncaptured else pm(x, flip=True)
+    torch.testing.assert_close(pm(x), original(x))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, original.state_dict()[name])
+
+
 class PutsBack(Two):
     """Changes what it holds for a moment, or to what it is."""
 

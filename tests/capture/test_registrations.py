@@ -182,6 +182,49 @@ def test_what_forward_removes_or_swaps_is_refused_by_name_and_left_alone(
     assert all(tensor is tensors[name] for name, tensor in model.state_dict(keep_vars=True).items())
 
 
+class Late(nn.Module):
+    """Runs uncaptured; uses `extra` only for large values, and registers it then."""
+
+    def __init__(self, use: Callable[[Any, torch.Tensor], torch.Tensor], part: nn.Module) -> None:
+        super().__init__()
+        self.part, self._use = part, use
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return self._use(self.part, x) if x.sum() > 100 else x
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+@pytest.mark.parametrize(
+    ("use", "part", "named"),
+    [
+        (child, lambda: module(extra=None), r"registers module '1\.part\.extra' \(Linear\)"),
+        (parameter, module, r"registers parameter '1\.part\.scale'"),
+        (buffer, module, r"registers buffer '1\.part\.positions'"),
+        (bias_removed, lambda: nn.Sequential(nn.Linear(6, 6)), r"removes parameter '1\.part\.0\.bias'"),
+    ],
+    ids=["module", "parameter", "buffer", "removed"],
+)
+def test_what_uncaptured_code_registers_at_a_later_call_is_refused_then_and_fine_after_a_plain_call(
+    use: Callable[..., torch.Tensor], part: Callable[[], nn.Module], named: str
+) -> None:
+    model = nn.Sequential(nn.Softplus(), Late(use, part()), nn.Linear(6, 4))
+    plan = autopar.Plan.from_split({"0": 0, "2": 1}, n_microbatches=1)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], example_args=(X,), plan=plan, tune=0)
+    expected, before = pm(X), {name: t.clone() for name, t in model.state_dict().items()}
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=f"forward {named} in this call.* call the model itself once"):
+            pm(X + 10)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    torch.testing.assert_close(pm(X), expected)
+    pm.close()
+    model(X + 10)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], example_args=(X,), plan=plan, tune=0)
+    torch.testing.assert_close(pm(X + 10), model(X + 10))
+
+
 def test_a_lazy_module_of_torch_is_refused_by_name_before_its_first_call() -> None:
     model = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 6))
     for call in (autopar.plan, autopar.parallelize):

@@ -88,20 +88,36 @@ class Opaque:
             return replace(self, functions=True)
         # A module may have several names, and one of them counts.
         paths = ModulePaths(model.named_modules())
-        path = first = paths.of(model.get_submodule(refused.path)) or ""
-        while path in self.reasons:
-            if not path:
+        path = paths.of(model.get_submodule(refused.path)) or ""
+        why, around = refused.short, next((p for p in (path, *_ancestors(path)) if p in self.reasons), None)
+        if around is not None:
+            if not around:
                 return None
-            path = path.rpartition(".")[0]
-        alike = [path] if not path else _alike(model, path)
-        why = self.reasons.get(first, refused.short)  # why the part inside was refused at first
+            # It may be inside: of an opaque part whose forward was not called, modules may have been.
+            path, why = _parent(around), self.reasons[around]
+        while path and not _has_forward(model.get_submodule(path)):
+            path = _parent(path)
+        alike = [path, *(_alike(model, path) if path else [])]
         reasons = {**self.reasons, **{p: why for p in alike if p not in self.reasons}}
-        return replace(self, reasons={p: why for p, why in reasons.items() if not _has_ancestor(p, reasons)})
+        outermost = {p: why for p, why in reasons.items() if not any(outer in reasons for outer in _ancestors(p))}
+        assert outermost.keys() != self.reasons.keys(), f"autopar found no further part to run uncaptured: {refused}"
+        return replace(self, reasons=outermost)
 
 
-def _has_ancestor(path: str, paths: Mapping[str, str]) -> bool:
-    parts = path.split(".") if path else []
-    return any(".".join(parts[:n]) in paths for n in range(len(parts)))
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """The paths of all modules around one, up to the root."""
+    while path:
+        path = _parent(path)
+        yield path
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; a ModuleList or ModuleDict only holds others."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _alike(model: nn.Module, path: str) -> list[str]:

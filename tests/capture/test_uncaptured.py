@@ -90,6 +90,77 @@ def test_what_is_refused_under_another_name_of_an_opaque_module_makes_the_module
     assert list(opaque.reasons) == [""]
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, large: bool) -> torch.Tensor:
+        return self.linear(x) * 2 if large else self.linear(x)
+
+
+class LoopOverList(nn.Module):
+    """Layers that take a Python bool computed from values, held by a list or a dict that is never called."""
+
+    def __init__(self, layers: nn.ModuleList | nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = (x > 3).any().item()
+        for layer in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
+            x = layer(x, large)
+        return x
+
+
+@pytest.mark.parametrize(
+    "container",
+    [nn.ModuleList, lambda layers: nn.ModuleDict({"a": layers[0], "b": layers[1]})],
+    ids=["ModuleList", "ModuleDict"],
+)
+def test_the_module_that_loops_over_a_container_runs_uncaptured_where_its_layers_cannot(
+    container: Callable[[list[nn.Module]], Any],
+) -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), LoopOverList(container([Branches(), Branches()])), nn.ReLU())
+    program = capture(model, rows(5), {})
+    assert paths(program) == ["1"]
+    for scale in (1, 100):
+        inputs = [x * scale for x in rows(5)]
+        torch.testing.assert_close(results(program, *inputs), (model(*inputs),))
+
+
+class CallsInnerOnly(nn.Module):
+    """Is called by a method of its own, not by `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = Branches()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def encode(self, x: torch.Tensor, large: bool) -> torch.Tensor:
+        return self.branches(x, large)
+
+
+class Encodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = CallsInnerOnly()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner.encode(x, (x > 3).any().item())
+
+
+def test_the_module_around_runs_uncaptured_where_an_inner_one_is_not_called_by_its_forward() -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Encodes(), nn.ReLU())
+    program = capture(model, rows(5), {})
+    assert paths(program) == ["1"]
+    torch.testing.assert_close(results(program, *rows(5)), (model(*rows(5)),))
+
+
 class Calls(nn.Module):
     """Calls its inner module in a way that no graph can hold; so the module around it runs uncaptured."""
 

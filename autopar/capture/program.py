@@ -72,6 +72,12 @@ class Input:
     batch_dim: int | None  # the dimension that counts samples; None for leaves that all micro-batches share
     any_number: bool = False  # a Python int that the graph takes as an input: calls may differ in it
 
+    def same_type(self, leaf: Any) -> bool:
+        """Whether a leaf differs from this one in its sizes or its value at most. (None is a leaf, too.)"""
+        if self.shape is None:
+            return type(leaf) is type(self.value)
+        return isinstance(leaf, torch.Tensor) and leaf.dtype == self.dtype and leaf.dim() == len(self.shape)
+
 
 class OpenSize(NamedTuple):
     """A size of a flat input that may differ between calls, or (`dim` None) an input that is a Python int."""
@@ -137,15 +143,13 @@ def fitting_batch(leaves: Sequence[Any], inputs: Sequence[Input], opened: Collec
     """
     batches = set()
     for place, (leaf, seen) in enumerate(zip(leaves, inputs, strict=True)):
+        if not seen.same_type(leaf):
+            return None
         if seen.shape is None:
-            if type(leaf) is not type(seen.value):
-                return None
             # The tracer takes the symbol of a number to be at least 0.
             if leaf != seen.value and (OpenSize(place, None) not in opened or leaf < 0):
                 return None
             continue
-        if not isinstance(leaf, torch.Tensor) or leaf.dtype != seen.dtype or leaf.dim() != len(seen.shape):
-            return None
         for dim, (size, captured) in enumerate(zip(leaf.shape, seen.shape, strict=True)):
             if dim == seen.batch_dim:
                 batches.add(size)

@@ -115,6 +115,38 @@ def test_any_sequence_of_batches_and_lengths_is_exact(calls: list[tuple[int, int
 
 
 @pytest.mark.slow
+class Optional(nn.Module):
+    """An optional argument: a tensor, a number, or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | int | None = None) -> torch.Tensor:
+        h = torch.tanh(self.a(x))
+        if isinstance(mask, int):
+            h = h * mask
+        elif mask is not None:
+            h = h * (mask[..., None] if mask.dim() == 2 else mask)
+        return self.b(h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:the model fixes:autopar.AutoparWarning")
+@pytest.mark.parametrize("order", ["mask none", "none mask", "int none mask", "mask int", "mask row"])
+def test_an_optional_argument_may_be_a_tensor_a_number_or_none_in_any_order(order: str) -> None:
+    torch.manual_seed(0)
+    plain = Optional()
+    plan = autopar.Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+    pipe = autopar.parallelize(copy.deepcopy(plain), ["cpu", "cpu"], plan=plan)
+    lengths = iter(range(5, 50))
+    for batch in (6, 10, 4):
+        for name in order.split():
+            length = next(lengths)
+            masks = {"mask": torch.rand(batch, length), "row": torch.rand(8), "int": length, "none": None}
+            x = torch.randn(batch, length, 8)
+            torch.testing.assert_close(pipe(x, mask=masks[name]), plain(x, mask=masks[name]))
+
+
 def test_train_steps_of_changing_lengths_are_exact(traced: list[str]) -> None:
     model = gpt2()
     pm, original = pair(model)

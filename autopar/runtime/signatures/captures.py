@@ -238,7 +238,9 @@ class Captures:
                     break
         for symbolic in self._symbolic:
             if symbolic.state == state and symbolic.program.program.in_spec == spec:
-                found |= symbolic.program.sizes
+                # Another call of this structure may have None for an optional tensor, or a tensor for a number.
+                inputs = symbolic.program.program.inputs
+                found |= {size for size in symbolic.program.sizes if inputs[size.leaf].same_type(leaves[size.leaf])}
         # The tracer takes sizes of 0 and 1 for constants, because they broadcast.
         return frozenset(size for size in found if size.dim is None or leaves[size.leaf].shape[size.dim] > 1)
 

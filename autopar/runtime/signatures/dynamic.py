@@ -49,16 +49,14 @@ def differing(leaves: Sequence[Any], inputs: Sequence[Input]) -> frozenset[OpenS
     """The sizes in which a call differs from a captured one beside the batch; None where it differs in more."""
     found = set()
     for place, (leaf, one) in enumerate(zip(leaves, inputs, strict=True)):
+        if not one.same_type(leaf):
+            return None
         if one.shape is None:
-            if type(leaf) is not type(one.value):
-                return None
             if leaf != one.value:
                 if type(leaf) is not int or leaf < 0:
                     return None
                 found.add(OpenSize(place, None))
             continue
-        if not isinstance(leaf, torch.Tensor) or leaf.dtype != one.dtype or leaf.dim() != len(one.shape):
-            return None
         sizes = enumerate(zip(leaf.shape, one.shape, strict=True))
         found |= {OpenSize(place, dim) for dim, (size, seen) in sizes if size != seen and dim != one.batch_dim}
     return frozenset(found)

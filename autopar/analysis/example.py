@@ -16,13 +16,13 @@ from torch import nn
 from autopar.analysis.batching import Batching, study
 from autopar.analysis.few_collections import few_collections
 from autopar.analysis.loss import LossSplit, study_loss
-from autopar.analysis.loss_tensors import gradients_aside, trained_tensors
+from autopar.analysis.loss_tensors import generators_in, gradients_aside, trained_tensors
 from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Answer, Asking, answered_as_now
 from autopar.capture.call_inputs import leaf_names
-from autopar.capture.module_state import torch_generators_restored
+from autopar.capture.module_state import own_generators, torch_generators_restored
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, capture, common_device, flattened
 from autopar.capture.thread_state import neutral_state
@@ -71,10 +71,10 @@ class Example:
 
     def untouched(self) -> AbstractContextManager[None]:
         """Inside, steps of the call leave the user's tensors as they are: the model's, those of the call, and what the
-        loss trains besides (a temperature, a teacher)."""
+        loss trains besides (a temperature, a teacher). So do the random generators that model and loss hold."""
         given = torch_private.tree_leaves((self.args, self.kwargs, self.target))
         leaves = [x for x in given if isinstance(x, torch.Tensor) and x.is_leaf and x.requires_grad]
-        return untouched(self.model, [*leaves, *trained_tensors(self.loss).values()])
+        return untouched(self.model, [*leaves, *trained_tensors(self.loss).values()], generators_in(self.loss))
 
 
 def resized(example: Example, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Example | None:
@@ -244,11 +244,14 @@ def _under(device: torch.device, loss: LossFunction, output: Any, target: Any) -
 
 
 @contextmanager
-def untouched(model: nn.Module, others: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore gradients and the random states of the CPU and of GPUs on leaving. Inside, `others` have no gradients
-    from before."""
+def untouched(
+    model: nn.Module, others: Iterable[torch.Tensor] = (), generators: Iterable[torch.Generator] = ()
+) -> Iterator[None]:
+    """Restore gradients and random states on leaving: of the CPU, of GPUs, of the model's own generators and of those
+    in `generators`. Inside, `others` have no gradients from before."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    with torch_generators_restored(), gradients_aside(others):
+    own = [generator for _, generator in own_generators(model.modules())]
+    with torch_generators_restored([*own, *generators]), gradients_aside(others):
         try:
             yield
         finally:

@@ -60,7 +60,8 @@ def is_atom(value: Any) -> bool:
 
 @contextmanager
 def restored(loss_fn: Any, *, but: type | tuple[type, ...] = ()) -> Iterator[Callable[[], str]]:
-    """Afterwards, the objects that `loss_fn` refers to have the attributes and the entries that they had before.
+    """Afterwards, the objects that `loss_fn` refers to have the attributes and the entries that they had before, and
+    its random generators their states.
 
     Yields what tells the name of a number that has changed since, such as a count of calls; "" if none has.
 
@@ -111,7 +112,7 @@ class _Snapshot:
     def __init__(self, but: type | tuple[type, ...]) -> None:
         self._but = but
         self._held: dict[int, Any] = {}  # what was looked at, by id: none of it is freed meanwhile
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._numbers: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # entries, and which of them were numbers
         self._cells: list[tuple[str, types.CellType, Any]] = []  # likewise
 
@@ -131,6 +132,9 @@ class _Snapshot:
         self._numbers.append((entries, {k: v for k, v in some.items() if isinstance(v, _NUMBERS)}))
 
     def add(self, value: Any, depth: int = 0) -> None:
+        if isinstance(value, torch.Generator) and id(value) not in self._held:
+            self._held[id(value)] = value
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
         if isinstance(value, _ATOMS) or id(value) in self._held or depth > _DEPTH or len(self._held) >= _MOST:
             return
         self._held[id(value)] = value

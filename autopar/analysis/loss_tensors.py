@@ -1,4 +1,5 @@
-"""The tensors that a loss function trains besides the model, by a name that all ranks of one script share.
+"""The tensors that a loss function trains besides the model, by a name that all ranks of one script share; and its
+random generators.
 
 ```
    loss_fn ── closure 'tau'                           tau
@@ -42,22 +43,35 @@ def trained_tensors(
     loss_fn: Any, leave_out: Callable[[torch.Tensor], bool] = lambda _: False
 ) -> dict[str, torch.Tensor]:
     """The leaves that require a gradient which `loss_fn` can reach, by name. `leave_out`: those that do not count."""
-    found: dict[str, torch.Tensor] = {}
+    return {
+        name or "the loss": value
+        for name, value in _reached(loss_fn)
+        if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad and not leave_out(value)
+    }
+
+
+def generators_in(loss_fn: Any) -> list[torch.Generator]:
+    """The random generators of torch, other than the default ones, that `loss_fn` can reach."""
+    default = [torch.default_generator, *torch.cuda.default_generators]
+    found = (value for _, value in _reached(loss_fn) if isinstance(value, torch.Generator))
+    return [one for one in found if not any(one is other for other in default)]
+
+
+def _reached(loss_fn: Any) -> Iterator[tuple[str, torch.Tensor | torch.Generator]]:
+    """The tensors and random generators that a loss function can reach, each once, by name."""
     held: dict[int, Any] = {}
     pending: list[tuple[str, Any, int]] = [("", loss_fn, 0)]
     while pending and len(held) < _MOST:
         name, value, depth = pending.pop()
         if id(value) in held:
             continue
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (torch.Tensor, torch.Generator)):
             held[id(value)] = value
-            if value.is_leaf and value.requires_grad and not leave_out(value):
-                found[name or "the loss"] = value
+            yield name, value
         elif depth <= _DEPTH and not is_atom(value):
             held[id(value)] = value
             inner = [(f"{name}.{key}" if name and key else name or key, x, depth + 1) for key, x in _inside(value)]
             pending.extend(reversed(inner))
-    return found
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import hook_tables_without_users
-from autopar.capture.module_state import CONTAINERS
+from autopar.capture.module_state import CONTAINERS, own_generators
 from autopar.capture.registrations import Registrations
 from autopar.errors import CaptureError
 
@@ -28,11 +28,12 @@ _LOST = (
 
 
 class HeldTensors:
-    """The parameters and buffers of a module tree: each tensor once, and all the places where it is. `path`: of the
-    module in the model."""
+    """The parameters and buffers of a module tree: each tensor once, and all the places where it is. Also its random
+    generators, which copies share. `path`: of the module in the model."""
 
     def __init__(self, module: nn.Module, path: str = "") -> None:
         self._paths, self.modules = map(list, zip(*module.named_modules(prefix=path), strict=True))
+        self.generators = own_generators(self.modules)
         self._places: list[list[tuple[int, str, str]]] = []  # (number of the module, table, name)
         numbers: dict[int, int] = {}
         for index, owner in enumerate(self.modules):

@@ -7,7 +7,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
@@ -75,26 +75,46 @@ class Contents:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._classes = [(module, type(module)) for module in modules]  # torch.nn.utils.parametrize changes them
-        self._held: dict[int, tuple[Any, Any]] = {}  # id of a container -> it, and a shallow copy
-        values: list[Any] = [vars(module) for module in modules]
-        while values:
-            value = values.pop()
-            container = vars(value) if holds_settings(value) else value
-            if type(container) in CONTAINERS and id(container) not in self._held:
-                self._held[id(container)] = container, container.copy()
-                inside = container.values() if isinstance(container, dict) else container
-            elif type(container) is tuple:
-                inside = container
-            else:
-                continue
-            values += [one for one in inside if type(one) in (*CONTAINERS, tuple) or holds_settings(one)]
+        held = _containers([vars(module) for module in modules])
+        self._held = [(one, one.copy()) for one in held if type(one) is not tuple]
 
     def restore(self) -> None:
         for module, kind in self._classes:
             if type(module) is not kind:
                 module.__class__ = kind
-        for container, content in self._held.values():
+        for container, content in self._held:
             _refill(container, content)
+
+
+def _containers(values: Sequence[Any]) -> Iterator[Any]:
+    """The containers, tuples and attributes of settings among `values`, and those inside of them, each once."""
+    seen: set[int] = set()
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        container = vars(value) if holds_settings(value) else value
+        if type(container) in (*CONTAINERS, tuple) and id(container) not in seen:
+            seen.add(id(container))
+            yield container
+            pending += _content_of(container)
+
+
+def own_generators(modules: Iterable[nn.Module]) -> list[tuple[str, torch.Generator]]:
+    """The random generators of torch that modules hold, also in containers and settings, as `Class.attribute`."""
+    found: dict[torch.Generator, str] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if name in TORCHS_OWN or isinstance(value, (nn.Module, torch.Tensor)):
+                continue
+            inside = (one for container in _containers([value]) for one in _content_of(container))
+            for one in (value, *inside):
+                if isinstance(one, torch.Generator):
+                    found.setdefault(one, f"{type(module).__name__}.{name}")
+    return [(name, generator) for generator, name in found.items()]
+
+
+def _content_of(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -133,32 +153,38 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Generators:
-    """The states of random generators at one time: torch's, Python's and numpy's."""
+    """The states of random generators at one time: torch's, Python's, numpy's, and those that a model holds (`own`, by
+    name)."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Sequence[tuple[str, torch.Generator]] = ()) -> None:
         self._torch = torch_states()
         self._python = random.getstate()
         self._numpy = _numpy_state()
+        self._own = [(name, one, one.get_state()) for name, one in own]
 
     def torch_has_moved(self) -> bool:
         now = torch_states()  # with those of GPUs, if the process has come to use one since
         return any(not torch.equal(a, b) for a, b in zip(self._torch, now, strict=False))
 
     def others_moved(self) -> str:
-        """The first generator other than torch's that has moved since; "" if none has."""
+        """The first generator other than torch's default ones that has moved since; "" if none has."""
         if random.getstate() != self._python:
             return "Python's random generator"
-        return "numpy's random generator" if repr(_numpy_state()) != repr(self._numpy) else ""
+        if repr(_numpy_state()) != repr(self._numpy):
+            return "numpy's random generator"
+        return next((name for name, one, state in self._own if not torch.equal(one.get_state(), state)), "")
 
     def restore(self) -> None:
         set_torch_states(self._torch)
         self.restore_others()
 
     def restore_others(self) -> None:
-        """Only those other than torch's."""
+        """Only those other than torch's default ones."""
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+        for _, one, state in self._own:
+            one.set_state(state)
 
 
 def torch_states() -> list[torch.Tensor]:
@@ -175,13 +201,15 @@ def set_torch_states(states: Sequence[torch.Tensor]) -> None:
 
 
 @contextmanager
-def torch_generators_restored() -> Iterator[None]:
-    """On leaving, torch's default generators are what they were, those of GPUs included."""
-    states = torch_states()
+def torch_generators_restored(own: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """On leaving, torch's default generators are what they were, those of GPUs included, and so are `own`."""
+    states, states_of_own = torch_states(), [(one, one.get_state()) for one in own]
     try:
         yield
     finally:
         set_torch_states(states)
+        for one, state in states_of_own:
+            one.set_state(state)
 
 
 def _numpy_state() -> Any:
@@ -190,9 +218,9 @@ def _numpy_state() -> Any:
 
 
 @contextmanager
-def generators_restored() -> Iterator[None]:
-    """On leaving, the random generators other than torch's are what they were."""
-    generators = Generators()
+def generators_restored(own: Sequence[tuple[str, torch.Generator]] = ()) -> Iterator[None]:
+    """On leaving, the random generators other than torch's default ones are what they were, `own` included."""
+    generators = Generators(own)
     try:
         yield
     finally:

@@ -35,7 +35,7 @@ from autopar.capture.export import (
 )
 from autopar.capture.layers import repeated_layers
 from autopar.capture.lost_effects import LostEffectError, refused_effects
-from autopar.capture.module_state import Generators
+from autopar.capture.module_state import Generators, own_generators
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.parameter_writes import parameters_kept, refusal, unseen_write, written_parameter
 from autopar.capture.registrations import contents_restored, refuse_reserved_names, refuse_uninitialized
@@ -296,7 +296,7 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
         except RefusedError as refused:
             raise CaptureError(str(refused)) from refused.__cause__
     opaque, first, lost = Opaque(), None, False
-    generators = Generators()
+    generators = Generators(own_generators(call.model.modules()))
     while True:
         try:
             return _traced(call, opaque, equal_layers_once and not opaque)

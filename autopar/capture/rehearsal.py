@@ -27,7 +27,7 @@ from torch import nn
 from autopar.capture import torch_private
 from autopar.capture.held_tensors import HeldTensors
 from autopar.capture.module_hooks import switched_off
-from autopar.capture.module_state import Attributes, Generators
+from autopar.capture.module_state import Attributes, Generators, own_generators
 from autopar.capture.parameter_writes import ParameterValues, refusal
 from autopar.capture.registrations import contents_restored
 from autopar.capture.uncaptured import Effects, Size, Structure, TensorResult, same_constants
@@ -243,7 +243,7 @@ def _watched_call(held: HeldTensors | None, call: Callable[..., Any], args: Any,
     inputs = [x for x in torch_private.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     before = [tensor._version for tensor in inputs]
     modules = held.modules if held is not None else []
-    attributes, generators = Attributes(modules), Generators()
+    attributes, generators = Attributes(modules), Generators(held.generators if held is not None else [])
     versions = [(t, t._version) for t in held.current()] if held is not None else []
     shapes, gradients = [tuple(x.shape) for x in inputs], tuple(x.requires_grad for x in inputs)
     result = call(*args, **kwargs)
@@ -337,7 +337,7 @@ def _fit(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[Size, ...] | No
 def _put_back(model: nn.Module) -> Iterator[None]:
     """On leaving, buffers, attributes and random generators are what they were. Raises RegistrationError as
     `contents_restored` does."""
-    generators = Generators()
+    generators = Generators(own_generators(model.modules()))
     tables = [module._buffers for module in model.modules()]
     buffers = [(table, name, b, b.clone()) for table in tables for name, b in table.items() if b is not None]
     try:

@@ -176,7 +176,7 @@ class Uncaptured:
         if evaluating:
             for one in module.modules:
                 one.training = False
-        with contextlib.nullcontext() if running else generators_restored():
+        with contextlib.nullcontext() if running else generators_restored(self.held.generators):
             result = module.root.forward(*args, **kwargs)
         module.refuse_registrations()
         module.write_buffers()

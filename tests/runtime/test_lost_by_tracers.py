@@ -140,6 +140,66 @@ def test_a_generator_of_the_models_own_goes_on() -> None:
         torch.testing.assert_close(pm(x), original(x))
 
 
+class NoiseWithin(nn.Module):
+    """Its generators are in containers. Evaluation would not draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.noise = nn.Linear(8, 3), {"by": [torch.Generator().manual_seed(5)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.randn((len(x), 3), generator=self.noise["by"][0])
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+@pytest.mark.parametrize("tune", [0, 2])
+def test_planning_leaves_the_models_own_generators_as_they_were(tune: float) -> None:
+    model, x, y = NoiseWithin(), torch.randn(6, 8), torch.randn(6, 3)
+    generator = model.noise["by"][0]
+    before = generator.get_state()
+    pm = autopar.parallelize(
+        model, DEVICES, tune=tune, cache=False, example_args=(x,), loss_fn=nn.functional.mse_loss, target=y
+    )
+    assert torch.equal(generator.get_state(), before)
+    expected = [model(x) for _ in range(3)]
+    generator.set_state(before)
+    for one in expected:
+        torch.testing.assert_close(pm(x), one)
+
+
+def test_a_module_that_draws_from_its_own_generator_gets_the_whole_batch() -> None:
+    with pytest.warns(autopar.AutoparWarning, match=r"not split .* changes NoiseWithin\.noise, once for every batch"):
+        autopar.parallelize(NoiseWithin(), DEVICES, tune=0, cache=False, example_args=(torch.randn(6, 8),))
+
+
+class NoisyLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target + torch.randn(output.shape, generator=self.generator)).square().mean()
+
+
+def noisy_closure(generator: torch.Generator) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, target: (output - target).mul(torch.rand(3, generator=generator)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+@pytest.mark.parametrize("held_by", ["module", "closure"])
+def test_planning_leaves_a_generator_of_the_loss_as_it_was(held_by: str) -> None:
+    torch.manual_seed(0)
+    plain, x, y = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.randn(6, 8), torch.randn(6, 3)
+    module = NoisyLoss()
+    loss = module if held_by == "module" else noisy_closure(module.generator)
+    before = module.generator.get_state()
+    expected = [float(loss(plain(x), y)) for _ in range(2)]
+    module.generator.set_state(before)
+    pm = autopar.parallelize(plain, DEVICES, tune=1, cache=False, example_args=(x,), loss_fn=loss, target=y)
+    assert torch.equal(module.generator.get_state(), before)
+    assert [float(pm.train_step(x, loss_fn=loss, target=y)) for _ in range(2)] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's"), (np.random.rand, "numpy's")])
 def test_random_numbers_that_a_graph_repeats_are_named_and_not_used_up(draw: Callable[[], float], name: str) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), LayerDrop(draw), nn.Linear(8, 3)), torch.randn(6, 8)

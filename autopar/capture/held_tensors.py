@@ -115,6 +115,8 @@ class ModuleCopy:
         for old, new, before in zip(self._originals, self.modules, self._before, strict=True):
             now = vars(new)
             for name in [*now, *(n for n in before if n not in now)]:
+                if name in torch_private.FLAT_WEIGHTS:
+                    continue  # of the copy's tensors
                 if name not in now:
                     old.__dict__.pop(name, None)
                 elif name not in before or now[name] is not before[name]:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture import torch_private
+
 CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
 """Types of containers whose content may change."""
 
@@ -26,8 +28,9 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _own(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are not torch's own, and not computed for every call (by weight_norm, from
-    `weight_g`; by spectral_norm, from `weight_orig`)."""
+    `weight_g`; by spectral_norm, from `weight_orig`; by recurrent layers, which list their weights)."""
     derived = {name.removesuffix(end) for name in module._parameters for end in ("_g", "_orig") if name.endswith(end)}
+    derived |= torch_private.FLAT_WEIGHTS
     return {k: v for k, v in vars(module).items() if k not in TORCHS_OWN and k not in derived}
 
 

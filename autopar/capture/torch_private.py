@@ -156,6 +156,10 @@ def custom_functions_through(call: FunctionCall, checkpoint: FunctionCall | None
         torch.autograd.Function.apply = classmethod(original)  # type: ignore[assignment, method-assign]
 
 
+FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Attributes in which recurrent modules list their parameters; a forward lists them anew if they are others."""
+
+
 def refresh_flat_weights(modules: Sequence[nn.Module]) -> None:
     """Let recurrent modules use the parameters in their tables: they keep a private list of them besides."""
     for module in modules:

@@ -399,3 +399,18 @@ class HintedInside(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.branch(self.first(x)))
+
+
+def test_every_capture_of_a_recurrent_part_splits_the_batch_and_calls_leave_its_list_of_weights() -> None:
+    case = next(case for case in CASES if case.name == "packed")
+    model = case.model()
+    plain = copy.deepcopy(model)
+    pm = pipelined(model, case, "1f1b")
+    rnn = model.get_submodule("encoder.rnn")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the batch is not split", autopar.AutoparWarning)
+        for training in (True, False):  # the second is captured after the first has run
+            pm.train(training)
+            torch.testing.assert_close(pm(*case.inputs(6)), plain.train(training)(*case.inputs(6)))
+            own = [getattr(rnn, name) for name in rnn._flat_weights_names]
+            assert all(listed is one for listed, one in zip(rnn._flat_weights, own, strict=True))

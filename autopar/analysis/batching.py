@@ -25,12 +25,12 @@ from torch import fx, nn
 
 from autopar.analysis.batch_proof import OutputCombination, Proof, prove
 from autopar.analysis.buffer_writes import written_buffer
+from autopar.analysis.mixing_operator import mixing_operator
 from autopar.analysis.node_values import (
     DROPOUT,
     Look,
     changed_dims,
     close,
-    in_lockstep,
     look,
     observe,
     probe,
@@ -274,7 +274,7 @@ def _agreed(
                 obstacle = obstacle or f"{describe(divided)} {DIVIDES}"
         if combination.combine == "mixed":
             finding = next((f for f in findings if f.combinations[index].combine == "mixed"), one)
-            culprit = _first_difference(program, finding) or output
+            culprit = mixing_operator(program, output, finding.calls, finding.dims, finding.rows)
             obstacle = (
                 obstacle or f"{describe(culprit)} mixes samples: the output depends on which samples share a batch"
             )
@@ -380,15 +380,3 @@ def _counts_values(node: fx.Node) -> bool:
     """Whether a size of the result depends on values (export names such sizes u0, u1, ...)."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and any(re.search(r"\bu\d+", str(size)) for size in value.shape)
-
-
-def _first_difference(program: Program, finding: _Finding) -> fx.Node | None:
-    """The first node whose value for the whole differs from the concatenated values for the parts."""
-    for node, (value, *parts) in in_lockstep(program.graph_module, finding.calls, program.device):
-        dim = finding.dims[node.name]
-        if dim is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
-        joined = torch.cat(parts, dim)
-        if joined.shape != value.shape or not close(value, joined):
-            return node
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -384,6 +385,38 @@ def test_a_comparison_that_contradicts_the_proof_keeps_the_batch_whole(monkeypat
     model, x = Floats(lambda m, h, x: m.b(h)), torch.randn(BATCH, 8)
     monkeypatch.setattr("autopar.analysis.batching.close", lambda *_: False)
     assert "mixes samples" in study(capture(model, (x,), {}), [x], verify=True).obstacle
+
+
+class SortedTokens(nn.Module):
+    """Sorts all tokens of a batch and puts them back, as experts do; then mixes samples by `mix`, or does not."""
+
+    def __init__(self, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None) -> None:
+        super().__init__()
+        self.a, self.b, self.mix = nn.Linear(8, 8), nn.Linear(8, 8), mix
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.a(x)
+        order = h[:, 0].argsort()
+        y = self.b(h[order])[order.argsort()]
+        return (y, self.mix(h, y)) if self.mix is not None else (y,)
+
+
+@pytest.mark.parametrize(
+    ("mix", "named"),
+    [
+        (lambda h, y: (h.softmax(1).mean(0) * y.relu().mean(0)).sum(), r"aten\.mul\.Tensor"),
+        (lambda h, y: y - y.mean(0), r"aten\.sub\.Tensor"),
+        (lambda h, y: y.sort(0).values * 2, r"aten\.sort\.default"),
+    ],
+    ids=["product of means", "centred", "sorted"],
+)
+def test_the_operator_named_is_the_one_that_mixes_not_one_whose_result_is_undone(
+    mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], named: str
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, 8)
+    assert study(capture(SortedTokens(None), (x,), {}), [x]).splittable
+    assert re.match(f"{named} in module .* mixes samples", study(capture(SortedTokens(mix), (x,), {}), [x]).obstacle)
 
 
 @torch.library.custom_op("autopar_tests::rounded_product", mutates_args=())

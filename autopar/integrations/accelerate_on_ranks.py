@@ -3,6 +3,7 @@
 | of the accelerator | with a pipelined module on ranks |
 |---|---|
 | `prepare` | leaves it as it is, but for autocast |
+| a scheduler's `step` | one step, as in one process, not one for each process |
 | `clip_grad_norm_` | clips by the norm over all ranks |
 | `scaler` | `autopar.GradScaler`, with which all ranks skip a step together |
 | `get_state_dict`, and so `save_model` | the whole model on rank 0, nothing on the others |
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +20,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
 
-from autopar.errors import CheckpointError, InputError
+from autopar.errors import CheckpointError, InputError, warn
 from autopar.runtime.checkpoints.load import load
 from autopar.runtime.checkpoints.save import save
 from autopar.runtime.grad_scaler import GradScaler
@@ -34,15 +38,27 @@ def for_ranks(accelerator: Accelerator) -> Accelerator:
     """The same accelerator, which takes pipelined modules as they are: not wrapped, clipped over all ranks, and saved
     whole."""
     prepare, clip = accelerator.prepare_model, accelerator.clip_grad_norm_
+    prepare_schedule = accelerator.prepare_scheduler
 
     def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         if type(model) is not RankedModule:
             return prepare(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         check_shares(model)
+        for schedule in accelerator._schedulers:
+            step_once(schedule)
         return prepare(model, device_placement=False, evaluation_mode=True)  # autocast alone
 
+    def prepare_scheduler(scheduler: Any) -> Any:
+        schedule = prepare_schedule(scheduler)
+        if ranked_models():
+            step_once(schedule)
+        return schedule
+
+    def ranked_models() -> list[RankedModule]:
+        return [model for model in accelerator._models if type(model) is RankedModule]
+
     def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        ranked = [model for model in accelerator._models if type(model) is RankedModule]
+        ranked = ranked_models()
         if not ranked:
             return clip(parameters, max_norm, norm_type)
         accelerator.unscale_gradients()
@@ -52,7 +68,9 @@ def for_ranks(accelerator: Accelerator) -> Accelerator:
         whole = next((model for model in ranked if keys == {id(p) for p in model.parameters()}), None)
         return clip_grad_norm_(given if whole is None else whole, max_norm, norm_type)
 
-    vars(accelerator).update(prepare_model=prepare_model, clip_grad_norm_=clip_grad_norm)
+    vars(accelerator).update(
+        prepare_model=prepare_model, prepare_scheduler=prepare_scheduler, clip_grad_norm_=clip_grad_norm
+    )
     _States(accelerator)
     scaler = accelerator.scaler
     if isinstance(scaler, torch.amp.GradScaler) and accelerator.num_processes > 1:
@@ -73,6 +91,32 @@ def check_shares(module: RankedModule) -> None:
         raise InputError(
             "Accelerate and Trainer give every rank samples of its own: make the module with "
             "autopar.parallelize(model, data='per-rank')"
+        )
+
+
+def step_once(schedule: AcceleratedScheduler) -> None:
+    """From now on, `schedule.step()` is one step, as in one process: the batch of a step is that of all ranks.
+
+    Accelerate makes a step for each process, unless the processes split one batch (`split_batches=True`). Warns where
+    that makes a difference, since a schedule may have been written for it.
+    """
+    if schedule.split_batches or not schedule.step_with_optimizer:
+        return
+    inner, step = schedule.scheduler, schedule.step
+
+    def one_step(*args: Any, **kwargs: Any) -> None:
+        # With split_batches, Accelerate lets OneCycleLR raise after its last step; in one process, it stays there.
+        ended = schedule.gradient_state.sync_gradients and inner._step_count > getattr(inner, "total_steps", math.inf)
+        if not ended:
+            step(*args, **kwargs)
+
+    vars(schedule).update(split_batches=True, step=one_step)
+    n = AcceleratorState().num_processes
+    if n > 1 and PartialState().is_main_process:
+        warn(
+            f"{type(inner).__name__} steps once a step of the optimizer, as in one process with all ranks' batch; "
+            f"Accelerate would step it {n} times, once for each process: give it numbers of steps on ranks, such as "
+            "len(loader) of the prepared loader"
         )
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
 from autopar import PipelinedModule, Plan
+from autopar.integrations.accelerate_on_ranks import step_once
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -84,3 +85,32 @@ def test_what_accelerate_unwraps_is_the_pipelined_module() -> None:
     assert unwrapped is pm
     assert unwrapped.forward.__func__ is pm.__dict__["_forward_function"]
     torch.testing.assert_close(unwrapped(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("total", [0, 3])
+def test_a_schedule_that_steps_once_has_the_rates_of_one_process(monkeypatch: pytest.MonkeyPatch, total: int) -> None:
+    """On each of four processes. Also after the last step of OneCycleLR, where Accelerate in one process stays."""
+
+    def rates(*, processes: int) -> list[float]:
+        with monkeypatch.context() as patched:
+            accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+            inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+            schedule: Any = (
+                torch.optim.lr_scheduler.OneCycleLR(inner, 1.0, total_steps=total)
+                if total
+                else torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.5)
+            )
+            optimizer, schedule = accelerator.prepare(inner, schedule)
+            if processes > 1:
+                patched.setitem(accelerate.state.PartialState._shared_state, "num_processes", processes)
+                with pytest.warns(autopar.AutoparWarning, match="Accelerate would step it 4 times"):
+                    step_once(schedule)
+            found = []
+            for _ in range(10):
+                with accelerator.accumulate():
+                    optimizer.step()
+                    schedule.step()
+                found += schedule.get_last_lr()
+            return found
+
+    assert rates(processes=4) == rates(processes=1)

@@ -35,7 +35,7 @@ def main(folder: Path, what: str) -> None:
     if n > 1:
         model = autopar.parallelize(model, plan=Plan.from_split({"0": 0, "2": 1}, n_microbatches=1), data="per-rank")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, n, gamma=0.5)  # Accelerate makes a step for each process
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     accelerator.native_amp = what == "scaled"  # now: gradients are unscaled, but the forward is not in float16
     torch.manual_seed(1)

@@ -50,7 +50,7 @@ from autopar.capture.cleanup import cross_entropy_arguments
 from autopar.capture.module_state import torch_generators_restored
 from autopar.capture.program import Program, capture
 from autopar.capture.thread_state import neutral_state
-from autopar.errors import CaptureError, InputError, first_line
+from autopar.errors import CaptureError, InputError, first_line, is_users_own, users_line, without_frames
 from cost_models.kernels.beside_meta import BesideMeta
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class LossSplit:
     why: str = ""  # for "whole": what keeps the loss from being split, with the operator and its source line
     counts_calls: bool = False  # it changes a number or a buffer of its own, which it does once for every batch
     error: str = field(default="", compare=False)  # that the loss raised while it was studied
+    failure: Exception | None = field(default=None, compare=False)  # the same, if the user's own code raised it
     digest: str = field(default="", compare=False)  # of what the loss computes (`loss_digest`)
 
     def weights(
@@ -160,11 +161,17 @@ class _LossModule(nn.Module):
         return self.loss_fn(output, target)
 
 
+def name_of(loss_fn: Any) -> str:
+    name: str = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    return name
+
+
 def title_of(loss_fn: Any) -> str:
     """How messages name a loss function: its name, file and line."""
     code = getattr(loss_fn, "__code__", None)
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    return f"loss_fn '{name}'" + (f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else "")
+    return f"loss_fn '{name_of(loss_fn)}'" + (
+        f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    )
 
 
 class _LossStudy:
@@ -295,8 +302,14 @@ class _LossStudy:
         return replace(self._whole(f"{why}, once for every batch"), counts_calls=True)
 
     def _whole(self, why: str, error: Exception | None = None) -> LossSplit:
-        text = "" if error is None else first_line(error)
-        return LossSplit("whole", why=f"{title_of(self._module.loss_fn)}: {why}", error=text)
+        why = f"{title_of(self._module.loss_fn)}: {why}"
+        if error is None:
+            return LossSplit("whole", why=why)
+        cause = error.__cause__ if isinstance(error, CaptureError) else error
+        if not isinstance(cause, Exception) or not is_users_own(cause):
+            return LossSplit("whole", why=why, error=first_line(error))
+        text = f"({users_line(cause)}): {first_line(cause)}"
+        return LossSplit("whole", why=why, error=text, failure=without_frames(cause))
 
     def _example(self) -> tuple[dict[str, Any], dict[str, int | None]]:
         """Arguments of `_LossModule` and their batch dimensions, for an unusual number of samples.

@@ -80,8 +80,8 @@ def trace(
         log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
         try:
             return _symbolic_trace(model, args, kwargs)
-        except Exception as second:
-            raise _refused(model, error) from second
+        except Exception:
+            raise _refused(model, error) from error
     issue_again(caught)
     return traced
 

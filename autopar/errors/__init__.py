@@ -11,13 +11,16 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cost_models
 from cost_models.errors import DeviceError
 from cost_models.measuring.cache import unusable_values_counted
 
 _OTHER_CODE = ("autopar", "torch", "contextlib")  # packages whose lines a warning does not name
+
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class AutoparError(Exception):
@@ -131,6 +134,23 @@ def users_line(error: BaseException) -> str | None:
         return f"{short_path(error.filename)}:{error.lineno}"
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return next((f"{short_path(file)}:{line}" for file, line in reversed(frames) if not _is_installed(file)), None)
+
+
+def is_users_own(error: BaseException) -> bool:
+    """Whether code that is neither autopar's nor an installed package's raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and not _is_installed(frames[-1].f_code.co_filename)
+
+
+def without_frames(error: _Error) -> _Error:
+    """The error, which no longer holds what the code around it had."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def first_line(error: BaseException) -> str:

@@ -173,6 +173,12 @@ def _logged(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(output, target)
 
 
+def _raises_on_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 1:
+        raise LookupError("no class 7")
+    return functional.mse_loss(output, target)
+
+
 def _weighted(weights: torch.Tensor) -> LossFunction:
     return lambda output, target: ((output - target).square() * weights).mean()
 
@@ -195,10 +201,12 @@ def own_losses(plan: str, kind: str) -> dict[str, Any]:
         "other partial": functools.partial(_scaled, scale=2.0 + rank),
         "other closure": _weighted(torch.arange(12.0).double() + rank),
         "other later": functional.mse_loss,
+        "raises": _raises_on_one,
     }
     loss_fn = (same | other)[kind]
     pm.train_step(x, target=x, loss_fn=functional.mse_loss)
-    loss_fn(original(x), x).backward()
+    if kind != "raises":
+        loss_fn(original(x), x).backward()
 
     def steps() -> None:
         for _ in range(2):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.analysis.loss import LossSplit, title_of
+from autopar.analysis.example import LossFunction
+from autopar.analysis.loss import LossSplit, name_of, title_of
 from autopar.capture.module_state import named_tensors
 from autopar.capture.program import flattened
 from autopar.errors import InputError, PlanError
@@ -136,20 +137,27 @@ class RankSignatures(Signatures):
             return None
         own = _number_of(split)
         if own != self.agreed_split and self._world.differ(torch.tensor(own, dtype=torch.int64)):
-            raise self._other_losses(split, title_of(call.loss))
+            raise self._other_losses(split, call.loss) from split.failure
         return split
 
-    def _other_losses(self, split: LossSplit, title: str) -> InputError:
+    def _other_losses(self, split: LossSplit, loss_fn: LossFunction | None) -> InputError:
         """For ranks whose losses differ. Collective."""
         why = "; ".join(text for text in (split.why, split.error) if text)
-        found = self._world.gathered((f"'{split.combine}'" + (f" ({why})" if why else ""), title, split.digest))
-        reasons, titles, digests = zip(*found, strict=True)
+        reason = f"'{split.combine}'" + (f" ({why})" if why else "")
+        failure = f"failed in loss_fn '{name_of(loss_fn)}' {split.error}" if split.failure is not None else ""
+        found = self._world.gathered((reason, title_of(loss_fn), split.digest, failure))
+        reasons, titles, digests, failures = zip(*found, strict=True)
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+        if any(failures) and len(set(titles)) == 1:
+            texts = "; ".join(f"rank {rank} {text}" for rank, text in enumerate(failures) if text)
+            return on_all_ranks(InputError(f"{texts}, in an example call; other ranks did not; {_SAME_SCRIPT}"))
         if len(set(reasons)) > 1 or not other:
             texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
             difference = f"how the loss of micro-batches makes that of the batch: {texts}"
         elif titles[0] == titles[other]:
-            difference = f"what {title} computes: its code, or a number or tensor in it, is another one on rank {other}"
+            difference = (
+                f"what {titles[0]} computes: its code, or a number or tensor in it, is another one on rank {other}"
+            )
         else:
             difference = f"the loss: {titles[0]} on rank 0, {titles[other]} on rank {other}"
         return on_all_ranks(InputError(f"ranks differ in {difference}; {_SAME_SCRIPT}"))

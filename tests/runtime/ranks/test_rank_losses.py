@@ -105,3 +105,12 @@ def test_different_losses_are_refused_on_all_ranks(ranks: RankPool, plan: str, k
     first, second = ranks.run(own_losses, 2, plan, kind)
     assert first == second
     assert re.match(f"InputError: ranks differ in {named}", first["message"]), first["message"]
+
+
+def test_a_loss_that_raises_on_one_rank_ends_all_with_its_error(ranks: RankPool) -> None:
+    first, second = ranks.run(own_losses, 2, "chain", "raises")
+    assert first == second
+    said = (
+        r"InputError: rank 1 failed in loss_fn '_raises_on_one' \(\S*rank_losses.py:\d+\): LookupError: no class 7, in"
+    )
+    assert re.match(said, first["message"]), first["message"]

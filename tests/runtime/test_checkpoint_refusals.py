@@ -49,7 +49,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> list[fl
     return [torch.as_tensor(optimizer.step(closure)).item() for _ in range(n)]
 
 
-def refused(kind: type[Exception], words: str, folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> None:
+def refused(
+    kind: type[Exception], words: str, folder: Path | str, model: nn.Module, optimizer: Any, **options: Any
+) -> None:
     """Loading raises, and training goes on as if nobody had tried."""
     twins, draws = copy.deepcopy((model, optimizer)), torch.get_rng_state()
     with pytest.raises(kind, match=words):
@@ -247,3 +249,29 @@ def test_a_model_on_the_meta_device_is_refused_with_what_gives_it_memory(saved: 
     autopar.load(saved / "sgd", model.to_empty(device="cpu"))
     wanted = ready(MAKE["sgd"])[0].state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused_also_where_none_is_required(tmp_path: Path) -> None:
+    model, optimizer = ready(MAKE["sgd"])
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below"):
+        refused(autopar.CheckpointError, f"{file} is a file, not a directory", folder, model, optimizer, required=False)
+    assert autopar.load(tmp_path / "later" / "still", model, optimizer, required=False) is None
+
+
+def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = ready(MAKE["sgd"])
+    with pytest.raises(autopar.InputError, match="directory must be a path, got '', .* current directory is '.'"):
+        autopar.save("", model, optimizer, step=1)
+    refused(autopar.InputError, "directory must be a path, got ''", "", model, optimizer, required=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_saving_a_model_on_the_meta_device_is_refused_with_its_tensor(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(autopar.InputError, match="'weight' of the model is on the meta device and has no values to"):
+        autopar.save(tmp_path / "new", model, step=1)
+    assert not list(tmp_path.iterdir())

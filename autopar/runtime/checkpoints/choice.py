@@ -25,8 +25,8 @@ def choose(
     """The newest undamaged checkpoint in `directory`, or that of `step`; `directory` may be that of a single one.
 
     Collective: ranks share the reading. A warning names those that are skipped, why, and what is used. Raises
-    InputError where ranks differ in what they choose, or in `facts` beside it; CheckpointError, unless not `required`,
-    where there is none.
+    InputError where ranks differ in what they choose, or in `facts` beside it; CheckpointError where `directory` is a
+    file, and, unless not `required`, where there is none.
     """
     root = Path(directory).absolute()
     own = {
@@ -61,6 +61,9 @@ def choose(
 
 def _listed(root: Path, step: int | None) -> list[Path]:
     if not root.is_dir():
+        nearest = next(path for path in (root, *root.parents) if path.exists())
+        if not nearest.is_dir():
+            raise CheckpointError(f"{nearest} is a file, not a directory of checkpoints as autopar.save makes them")
         return []
     return [folder for folder in directories.candidates(root) if step in (None, directories.step_of(folder))]
 

@@ -90,7 +90,7 @@ def load(
     Raises: CheckpointError if there is none that can be used; InputError for one of another model or optimizer, with
     what differs, and for arguments that do not fit, or differ between ranks. Model and optimizer are as they were then.
     """
-    check_arguments(model, optimizer, extra)
+    check_arguments(directory, model, optimizer, extra)
     if step is not None and not is_step(step):
         raise InputError(
             "step must be the number of steps that were done when the checkpoint was saved, a whole number of at least "

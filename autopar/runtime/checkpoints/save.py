@@ -132,7 +132,7 @@ def save(
     Raises: InputError for arguments that do not fit, or differ between ranks; CheckpointError if it cannot be written
     (asynchronous: by `wait()`, or by the next save or load).
     """
-    check_arguments(model, optimizer, extra)
+    check_arguments(directory, model, optimizer, extra)
     if not is_step(step):
         raise InputError(f"step must be the number of steps that are done, a whole number of at least 0, got {step!r}")
     wait_for_saving()
@@ -146,8 +146,12 @@ def save(
     return saving
 
 
-def check_arguments(model: object, optimizer: object, extra: object) -> None:
+def check_arguments(directory: object, model: object, optimizer: object, extra: object) -> None:
     """Raise InputError for what `save` and `load` do not take."""
+    if not isinstance(directory, (str, os.PathLike)):
+        raise InputError(f"directory must be a path, got {type(directory).__name__}")
+    if not os.fspath(directory):
+        raise InputError("directory must be a path, got '', which names none; the current directory is '.'")
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -182,7 +186,15 @@ def _collected(
         )
 
     def collect() -> tuple[bytes, optimizer_states.SmallStates | None, list[list[str]]]:
-        entries.update(contents.model_tensors(model))
+        of_model = contents.model_tensors(model)
+        for key, value in of_model.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise InputError(
+                    f"'{key.removeprefix(contents.MODEL)}' of the model is on the meta device and has no values to "
+                    "save: save the model once it has them, for example after the first call of what "
+                    "parallelize(model, init_fn=) returned"
+                )
+        entries.update(of_model)
         small = None
         if optimizer is not None:
             if isinstance(model, RankedModule):

@@ -263,7 +263,7 @@ def test_a_file_in_the_place_of_the_directory_is_refused_also_where_none_is_requ
 def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, optimizer = ready(MAKE["sgd"])
-    with pytest.raises(autopar.InputError, match="directory must be a path, got '', .* current directory is '.'"):
+    with pytest.raises(autopar.InputError, match=r"directory must be a path, got '', .* current directory is '.'"):
         autopar.save("", model, optimizer, step=1)
     refused(autopar.InputError, "directory must be a path, got ''", "", model, optimizer, required=False)
     assert not list(tmp_path.iterdir())

@@ -40,6 +40,9 @@ def _differing(what: str, parameters: Any, own: int) -> torch.optim.Optimizer:
         first, *rest = parameters
         rates = (0.1, 0.2) if own else (0.2, 0.1)
         return torch.optim.SGD([{"params": ps, "lr": lr} for ps, lr in zip(([first], rest), rates, strict=True)])
+    if what == "groups" and own:
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.1)
     if what == "option" and own:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     return torch.optim.SGD(parameters, lr=0.2 if what == "rate" and own else 0.1)
@@ -104,12 +107,17 @@ def steps_that_may_differ(what: str) -> list[str]:
         optimizers = [torch.optim.SGD([p for p in pm.parameters() if p.requires_grad])]
     if what == "one layer":
         optimizers = [torch.optim.SGD([dict(pm.named_parameters())[last]])]
+    if what == "a group later":
+        named = dict(pm.named_parameters())
+        optimizers = [torch.optim.SGD([p for name, p in named.items() if name != last])]
     if what == "two before":
         optimizers = [torch.optim.SGD([dict(pm.named_parameters())[name]]) for name in (first, last)]
     messages = [message_of(lambda: _step("mlp", pm, x))]
     here = dict(pm.named_parameters())
     if what == "two after":
         optimizers = [torch.optim.SGD([here[name]] if name in here else [torch.zeros(1)]) for name in (first, last)]
+    if what == "a group later":
+        optimizers[0].add_param_group({"params": [here[last]] if last in here else [], "lr": 0.01})
     if what == "rates by layer":
         rates = {first: 0.1, last: 0.2}
         optimizers = [torch.optim.SGD([{"params": [here[n]], "lr": rate} for n, rate in rates.items() if n in here])]

@@ -44,9 +44,12 @@ def test_steps_that_differ_are_refused(ranks: RankPool, model: str, plan: str, w
     assert re.match("InputError: (ranks differ in the optimizer's steps|the copies of '[a-z0-9.]+')", messages[0])
 
 
-@pytest.mark.parametrize("what", ["rate", "no step", "swapped"])
+@pytest.mark.parametrize("what", ["rate", "no step", "swapped", "groups"])
 def test_an_optimizer_of_the_whole_model_makes_the_same_steps_with_all_stages(ranks: RankPool, what: str) -> None:
-    said = SAID | {"swapped": "SGD has lr of group 0=0.2 on rank 0, lr of group 0=0.1 on rank 1; every rank"}
+    said = SAID | {
+        "swapped": "SGD has lr of group 0=0.2 on rank 0, lr of group 0=0.1 on rank 1; every rank",
+        "groups": r"SGD has 1 parameter group on rank 0, 2 on rank 1: call add_param_group\(\) on every",
+    }
     for message in ranks.run(steps_that_differ, 2, "mlp", "chain", what, "before"):
         assert re.search(said[what], message), message
 
@@ -63,7 +66,7 @@ def test_optimizers_of_all_parameters_of_a_rank_that_differ_are_warned_of_once(r
 @pytest.mark.parametrize(
     "what",
     [
-        *("one layer", "two before", "two after", "rates by layer", "own option", "frozen stage"),
+        *("one layer", "a group later", "two before", "two after", "rates by layer", "own option", "frozen stage"),
         *("rates by all layers", "weights and biases", "the last stage", "the last layer", "frozen later"),
     ],
 )

@@ -15,6 +15,9 @@ EVERYWHERE = (
 )
 
 
+GROUPS = "parameter groups"  # as an option of a step: the number of them
+
+
 class Step(NamedTuple):
     """A step with one of an optimizer's groups, as far as it concerns parameters that the same ranks hold."""
 
@@ -33,9 +36,14 @@ def difference(found: Sequence[Sequence[Step]], ranks: Sequence[int]) -> str:
     if here.kind != there.kind:
         return f"{here.kind} on rank {a}, {there.kind} on rank {b}"
     options = zip(here.options, there.options, strict=True)
-    (name, mine), (_, theirs) = next(((m, t) for m, t in options if m != t), (("", ""), ("", "")))
+    (name, mine), (other, theirs) = next(((m, t) for m, t in options if m != t), (("", ""), ("", "")))
+    if name == GROUPS:
+        return (
+            f"{here.kind} has {mine} parameter group{'s' * (mine != '1')} on rank {a}, {theirs} on rank {b}: call "
+            "add_param_group() on every rank, with an empty list where a rank has none of the parameters"
+        )
     if name:
-        return f"{here.kind} has {name}={mine} on rank {a}, {name}={theirs} on rank {b}"
+        return f"{here.kind} has {name}={mine} on rank {a}, {other}={theirs} on rank {b}"
     return f"{here.kind} has {here.n} of such parameters on rank {a}, {there.n} on rank {b}"
 
 

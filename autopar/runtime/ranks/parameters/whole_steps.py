@@ -23,7 +23,7 @@ import torch
 from autopar.errors import InputError, warn
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.parameters.optimizers import all_optimizers
-from autopar.runtime.ranks.parameters.steps import EVERYWHERE, Step, checksum, difference, options_of
+from autopar.runtime.ranks.parameters.steps import EVERYWHERE, GROUPS, Step, checksum, difference, options_of
 from autopar.runtime.ranks.world import World
 
 _NOT_COMPARED = 0  # in the place of a checksum
@@ -54,7 +54,8 @@ class WholeSteps:
         if optimizer in self._before:
             for place, group in enumerate(groups):
                 name = "lr" if len(groups) == 1 else f"lr of group {place}"
-                self._steps.append(Step(kind, tuple((name, rate) for _, rate in options_of(["lr"], group))))
+                rate = tuple((name, rate) for _, rate in options_of(["lr"], group))
+                self._steps.append(Step(kind, ((GROUPS, str(len(groups))), *rate)))
         elif not self._before and self._compares_later and self._has_some(optimizer):
             self._in_parts = not self._has_all(optimizer)
             if not self._in_parts:

@@ -171,6 +171,13 @@ def raised_by(call: Callable[[], Any]) -> tuple[str, str, bool]:
     return "", "", False
 
 
+def empty_batch() -> tuple[str, str, bool]:
+    """Of a call after the first one."""
+    _, pm, x = ready(Job("mlp", "chain"))
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    return raised_by(lambda: pm.train_step(x[:0], target=x[:0], loss_fn=functional.mse_loss))
+
+
 def raised_together() -> list[tuple[str, str, bool]]:
     """Errors in planning and in checkpoints, of one rank or of all."""
     torch.manual_seed(0)

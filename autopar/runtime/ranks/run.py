@@ -172,7 +172,7 @@ class RankRun(Run):
                 raised = watcher.lost(error)
                 if raised is error:
                     raise
-                raise raised from error.__cause__ or error
+                raise raised from None
         self._may_go_back = keep_graph or not training
         self._rank_parameters.failed = False
 

@@ -236,6 +236,9 @@ class RankSignatures(Signatures):
             for stage, grid in zip(plan.stages, stages, strict=True)
         ]
 
+    def _refusal(self, message: str) -> InputError:
+        return on_all_ranks(super()._refusal(message))
+
     def _divisible(self, signature: BoundSignature, batch_size: int) -> BoundSignature:
         """The signature itself: `RankCalls` fills such a batch up, or refuses it."""
         return signature

@@ -111,7 +111,7 @@ class Signatures:
         bound = self._captures.find(call)
         signature = bound.signature
         if bound.batch_size == 0 and signature.program.batch_size:
-            raise InputError("the batch has no samples; give at least one")
+            raise self._refusal("the batch has no samples; give at least one")
         bound = bound._replace(loss_split=self._loss_split(bound, call))
         plan = self._plan_for(bound, call)
         if signature.plan is not plan:
@@ -132,6 +132,10 @@ class Signatures:
             signature.loss_splits = LossSplits(signature.program, signature.batching)
         dims = default_target_dims(batch_dim)
         return signature.loss_splits.of(call.loss, call.target, bound.batch_size, call.target_dim, dims)
+
+    def _refusal(self, message: str) -> InputError:
+        """What every process that runs the model raises for a call."""
+        return InputError(message)
 
     def _plan_for(self, bound: BoundCall, call: CallArguments) -> Plan:
         """The plan in force; a new one if there is none, or none that fits the call."""

@@ -15,6 +15,7 @@ from rank_misuse import (
     clipped_differently,
     clipped_with_another_model,
     different_calls,
+    empty_batch,
     loss_of_another_dtype,
     loss_with_a_late_scale,
     raised_together,
@@ -138,3 +139,8 @@ def test_modules_that_export_refuses_run_on_replicas_of_the_whole_model_and_are_
             assert found["error"] < TOLERANCE
         else:
             assert re.search("PlanError: .* stage 0 calls module '0' as a whole", found["message"])
+
+
+def test_an_empty_batch_is_refused_once(ranks: RankPool) -> None:
+    for found in ranks.run(empty_batch, 2):
+        assert found == ("InputError", "the batch has no samples; give at least one", True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -44,6 +45,8 @@ from autopar.runtime.ranks.faults.raised_calls import RaisedCalls
 from autopar.runtime.ranks.one_message import is_on_all_ranks
 from autopar.runtime.step.error_context import PHASE_NAMES
 from autopar.schedule.clock import Phase
+
+log = logging.getLogger(__name__)
 
 TIMEOUT = 120.0  # s
 TIMEOUT_VARIABLE = "AUTOPAR_RANK_TIMEOUT"
@@ -193,7 +196,7 @@ class Watcher:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            raise self.lost(error) from error
+            raise self.lost(error) from None
 
     # -- failing --------------------------------------------------------------------------------------------------
 
@@ -213,9 +216,11 @@ class Watcher:
         return first
 
     def lost(self, error: BaseException) -> BaseException:
-        """What to raise in the place of `error`, after `failed`: AutoparError for a broken connection."""
+        """What to raise in the place of `error`, after `failed`: AutoparError for a broken connection, which says what
+        gloo or NCCL said, so that the error itself need not be shown."""
         failure = self.failed(error)
         if isinstance(error, LostRankError) or is_lost_connection(error):
+            log.debug("rank %d lost a connection", self.rank, exc_info=error)
             return AutoparError(f"{failure}; rank {self.rank} was waiting for it {self.position}")
         return error
 

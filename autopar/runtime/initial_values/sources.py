@@ -5,6 +5,7 @@ Every source fills tensors in place: whole ones, or a rank's part of DTensors.
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 import zlib
@@ -103,6 +104,19 @@ class FunctionSource:
 
     make: InitFunction
     seed: int
+
+    def __post_init__(self) -> None:
+        """Raises InputError for a function that does not take these arguments."""
+        try:
+            signature = inspect.signature(self.make)
+        except (TypeError, ValueError):  # of a builtin, or no function
+            return
+        try:
+            signature.bind("", torch.empty(0))
+        except TypeError as error:
+            raise InputError(
+                f"init_fn must take (name, tensor) and write the values of that tensor, got {signature}: {error}"
+            ) from None
 
     def shapes(self) -> None:
         return None

@@ -124,3 +124,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
         model(x).square().mean().backward()
         optimizer.step()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def test_an_init_fn_with_other_arguments_is_refused_with_those_it_must_take() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(autopar.InputError, match=r"init_fn must take \(name, tensor\) .*, got \(module\): too"):
+        autopar.parallelize(model, ["cpu"], init_fn=lambda module: None)  # type: ignore[misc, arg-type]

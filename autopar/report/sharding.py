@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from autopar.analysis.rules import neural
+from autopar.plan.exits.plan_degrees import replica_axes
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.planner.communication import rounds, times_a_step
@@ -80,17 +81,22 @@ def axis_text(name: str, sides: Sides, axis: int) -> str:
     return "Replicate" if all(code == REPLICATE for code in operands) else "Replicate, reduced inside"
 
 
-def stored_words(stored: Stored, axes: Sequence[str], gathered: Iterable[str]) -> str:
-    """How a parameter is sharded. `gathered`: axes along which all its pieces are gathered before every use."""
-    axes_of: dict[tuple[str, str], list[str]] = defaultdict(list)
+def stored_words(stored: Stored, axes: Sequence[str], gathered: Iterable[str], replicas: Iterable[str]) -> str:
+    """How a parameter is sharded; the stage of ZeRO is that over replicas.
+
+    gathered: axes along which all its pieces are gathered before every use. replicas: axes whose devices are replicas.
+    """
+    axes_of: dict[tuple[str, str, int], list[str]] = defaultdict(list)
     for axis, layout, state in zip(axes, stored.layout, stored.state, strict=True):
         if layout >= 0:
-            note = ", gathered for every use (ZeRO 3)" if axis in gathered else ""
-            axes_of[f"Shard({layout})", note].append(axis)
+            note, zero = (", gathered for every use", 3) if axis in gathered else ("", 0)
+            axes_of[f"Shard({layout})", note, zero].append(axis)
         elif state >= 0:
-            what = ("gradient and state", " (ZeRO 2)") if stored.scattered else ("state", " (ZeRO 1)")
-            axes_of[what].append(axis)
-    return "; ".join(f"{what} over {' and '.join(names)}{note}" for (what, note), names in axes_of.items())
+            axes_of["gradient and state" if stored.scattered else "state", "", 1 + stored.scattered].append(axis)
+    return "; ".join(
+        f"{what} over {' and '.join(names)}{note}" + (f" (ZeRO {zero})" if zero and {*names} & {*replicas} else "")
+        for (what, note, zero), names in axes_of.items()
+    )
 
 
 def when(exchange: Exchange) -> str:
@@ -202,8 +208,9 @@ def parameter_rows(own: Sequence[StageSharding]) -> list[list[str]]:
             if exchange.collective == "all_gather" and when(exchange) == "forward":
                 gathered[exchange.tensor].add(exchange.axis)
         texts = dict(sharding.texts[1])
+        replicas = [sharding.axes[axis] for axis in replica_axes(sharding)]
         for name, stored in sharding.stored.items():
-            words = stored_words(stored, sharding.axes, gathered[name])
+            words = stored_words(stored, sharding.axes, gathered[name], replicas)
             if words:
                 alike[words, texts[name]].append(name)
     return [[text, *words] for words, names in alike.items() for text in folded(names)]

@@ -257,6 +257,30 @@ def zero_plan(zero: int, model: nn.Module | None = None, **degrees: Any) -> Plan
     return Plan.by_hand(model or Language(8), cluster, example_args=example, zero=zero, **{"micro_batch": 2, **degrees})
 
 
+def test_zero_cuts_no_states_over_devices_that_cut_tensors() -> None:
+    """As in Megatron-LM, whose devices of a tensor group have norms and their optimizer's states whole."""
+
+    class Wide(nn.Module):  # of so many parameters that a part of the optimizer's step is worth its all-gather
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(1024, 2048), nn.Linear(2048, 1024)
+            self.shift = nn.Parameter(torch.empty(4096, 1024))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(nn.functional.gelu(self.up(x + self.shift)))
+
+    with torch.device("meta"):
+        model, example = Wide(), (torch.empty(4, 4096, 1024),)
+    for cluster, zero in (("2xA100-80", 0), ("4xA100-80", 1)):
+        plan = Plan.by_hand(model, Cluster.preset(cluster), tensor=2, zero=zero, example_args=example)
+        sharding = plan.stages[0].sharding
+        assert sharding is not None
+        along = sharding.axes.index("tensor")
+        assert all(one.state[along] == one.layout[along] for _, one in sharding.parameters), sharding.texts[1]
+        assert ("ZeRO 1" in str(plan)) == (zero == 1)
+        assert any(one.state != one.layout for _, one in sharding.parameters) == (zero == 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{}, {"tensor": 2}, {"pipeline": 2, "micro_batch": 1}, {"micro_batch": 4}])
 def test_each_stage_of_zero_holds_no_more_than_the_one_before(degrees: dict[str, Any]) -> None:
@@ -278,7 +302,8 @@ def test_zero_2_scatters_gradients_for_every_micro_batch_and_zero_1_once() -> No
     sharding = two.stages[0].sharding
     assert sharding is not None
     assert dict(sharding.texts[1])["blocks.0.up.weight"] == "R / S0 / S0"
-    assert stored_words(sharding.stored["blocks.0.up.weight"], sharding.axes, ()).startswith("gradient and state over")
+    words = stored_words(sharding.stored["blocks.0.up.weight"], sharding.axes, (), sharding.axes)
+    assert words == "gradient and state over data (ZeRO 2)"
     loaded = Plan.from_json(two.to_json())
     assert loaded == two
 

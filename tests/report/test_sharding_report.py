@@ -120,13 +120,15 @@ def test_micro_batches_that_replicas_share_and_forwards_that_run_again_count_as_
     [
         ("RS0", (), "Shard(0) over model"),
         ("RR / S0R", (), "state over data (ZeRO 1)"),
+        ("RR / RS0", (), "state over model"),
         ("RR / S0S0", (), "state over data and model (ZeRO 1)"),
         ("S1S0", ("data",), "Shard(1) over data, gathered for every use (ZeRO 3); Shard(0) over model"),
+        ("S1S0", ("model",), "Shard(1) over data; Shard(0) over model, gathered for every use"),
         ("RR", (), ""),
     ],
 )
 def test_parameters_are_described_in_the_words_of_zero(text: str, gathered: tuple[str, ...], words: str) -> None:
-    assert stored_words(parse_stored(text), ("data", "model"), gathered) == words
+    assert stored_words(parse_stored(text), ("data", "model"), gathered, ("data",)) == words
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
     axis "data"      every operator is cut along its samples; parameters lie whole, or cut as ZeRO says:
                      zero=0  parameters and optimizer's state whole      zero=1  state cut      zero=3  both cut
                      zero=2  as zero=1, and each micro-batch's gradients are scattered to where the state lies
-    axis "tensor"    every matrix is cut, by columns or by rows; samples are not.
+    axis "tensor"    every matrix is cut, by columns or by rows; samples are not. States lie where parameters do.
                      Between two operators a tensor may only be added up (an all-reduce); with sequence_parallel it may
                      also be gathered and scattered, so that normalizations, dropouts and sums work on parts
 

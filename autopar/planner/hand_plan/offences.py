@@ -118,13 +118,12 @@ class Offences:
         return {}
 
     def of_storage(self, name: str, options: tuple[Stored, ...]) -> np.ndarray:
-        """[options] of how a parameter lies along the replicas: as near to ZeRO's stage as its sizes allow.
+        """[options] of how a parameter lies: along the replicas as near to ZeRO's stage as its sizes allow.
 
         ZeRO cuts no buffers: they have no gradient and no state.
         """
-        if self.data is None:
-            return np.zeros(len(options))
-        return zero_offences(options, (self.data,), self.degrees.zero if name in self._trained else 0)
+        axes = () if self.data is None else (self.data,)
+        return zero_offences(options, axes, self.degrees.zero if name in self._trained else 0)
 
     @cached_property
     def _trained(self) -> set[str]:

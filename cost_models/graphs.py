@@ -173,6 +173,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def may_have_gradient(tensor: torch.Tensor) -> bool:
+    """Whether it counts something that can be divided and added up: no integers and booleans."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """What the tensors of one storage have in common, while any of them lives; for those without memory, too, whose
     address is 0. torch has no public identity of a storage."""

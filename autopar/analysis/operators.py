@@ -18,7 +18,7 @@ from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.node_names import module_path
 from autopar.capture.program import Program, is_getitem
 from autopar.capture.uncaptured import uncaptured
-from cost_models.graphs import get_attribute
+from cost_models.graphs import get_attribute, may_have_gradient
 
 # Operators whose results are worth sending to other stages instead of computing them again.
 _HEAVY = {
@@ -251,7 +251,7 @@ def _differentiable(node: fx.Node) -> bool:
     """Whether the result of `node` may require grad: integers and sizes may not."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return value.is_floating_point() or value.is_complex()
+        return may_have_gradient(value)
     return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 

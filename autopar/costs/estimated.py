@@ -30,7 +30,7 @@ from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.errors import InputError, first_line, warn
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
-from cost_models.graphs import get_attribute, on_meta, private_copy, tensors_in
+from cost_models.graphs import get_attribute, may_have_gradient, on_meta, private_copy, tensors_in
 from cost_models.hardware.device_specs import DeviceSpec, efficiency_of, rates_of
 from cost_models.kernels.operator_work import OperatorWork, count, count_call
 from cost_models.kernels.roofline import price
@@ -278,7 +278,7 @@ class Estimated:
         with torch.no_grad():
             outputs = private_copy(self._folded.module, META)(*self._inputs(rows))
         for tensor in tensors_in(outputs):
-            tensor.requires_grad_(self._training and tensor.is_floating_point())
+            tensor.requires_grad_(self._training and may_have_gradient(tensor))
         try:
             return count_call(lambda *flat: loss(flat), outputs)[1]
         except LossNeedsValues as error:

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.capture.cleanup import aten
@@ -33,6 +32,7 @@ from autopar.lower.strategy_choices import is_tensor
 from autopar.sharding.layouts import Placements, fits
 from autopar.sharding.redistribution import RedistributionTable, before_gathers, bytes_sent
 from autopar.sharding.stage_sharding import Passage, TensorRedistribution
+from cost_models.graphs import may_have_gradient
 
 TRANSFER = "tensor"
 """In `meta` of a node that moves a tensor between devices, or takes a device's part of that: which one."""
@@ -288,10 +288,6 @@ def _without_local_start(passage: Passage) -> Passage:
 def _moved_meta(node: fx.Node) -> dict[str, Any]:
     """Of the same value, made by a transfer."""
     return {key: value for key, value in node.meta.items() if key not in (GROUP, KEPT)} | {TRANSFER: node.name}
-
-
-def may_have_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def place_of(node: fx.Node) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from autopar.capture.program import is_getitem
 from autopar.capture.uncaptured import uncaptured
 from autopar.errors import PlanError
 from autopar.lower import collectives
-from autopar.lower.device_values import DeviceValue, DeviceValues, may_have_gradient, place_of
+from autopar.lower.device_values import DeviceValue, DeviceValues, place_of
 from autopar.lower.in_place_writes import operator_name_of, without_writes
 from autopar.lower.strategy_choices import (
     StrategyChoice,
@@ -42,7 +42,7 @@ from autopar.sharding.local import local_call, sizes_place, takes_sizes
 from autopar.sharding.parallel_operators import operators as special
 from autopar.sharding.stage_sharding import StageSharding, TensorRedistribution, layout_text
 from autopar.sharding.strategies import Strategy
-from cost_models.graphs import get_attribute
+from cost_models.graphs import get_attribute, may_have_gradient
 
 
 @dataclass(frozen=True)

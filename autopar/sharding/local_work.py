@@ -21,7 +21,7 @@ from torch import fx
 from autopar.sharding.layouts import Placements, local_shape, parts
 from autopar.sharding.local import takes_sizes
 from autopar.sharding.strategies import Strategy
-from cost_models.graphs import tensors_in
+from cost_models.graphs import may_have_gradient, tensors_in
 from cost_models.kernels.kernel import Kernel
 from cost_models.kernels.operator_work import OperatorWork, count_call
 
@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        return made.requires_grad_(self.trained and made.is_floating_point())
+        return made.requires_grad_(self.trained and may_have_gradient(made))
 
 
 class LocalWorks:

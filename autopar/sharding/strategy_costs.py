@@ -20,7 +20,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.sharding.parallel_operators.operators import collectives
 from autopar.sharding.strategies import Strategy, repeated, strategies
 from cost_models import Cluster
-from cost_models.graphs import tensors_in
+from cost_models.graphs import may_have_gradient, tensors_in
 from cost_models.kernels.efficiency_curves import Efficiency
 from cost_models.kernels.kernel import Kernel
 from cost_models.kernels.operator_work import OperatorWork
@@ -186,12 +186,12 @@ class StrategyCostTable:
         values: Mapping[fx.Node, Any],
         results: Sequence[torch.Tensor],
     ) -> list[Strategy]:
-        """The strategies that leave only floating-point tensors PARTIAL: integers and booleans are not summed."""
+        """The strategies that leave no integers and booleans PARTIAL, which are not summed."""
         tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
 
         def adds(layouts: Sequence[Placements], of: Sequence[Any]) -> bool:
             return all(
-                PARTIAL not in layout or (isinstance(t, torch.Tensor) and t.is_floating_point())
+                PARTIAL not in layout or (isinstance(t, torch.Tensor) and may_have_gradient(t))
                 for layout, t in zip(layouts, of, strict=True)
             )
 

@@ -1,7 +1,8 @@
 """One kernel: its kind, FLOPs and bytes, derived from its arguments.
 
 A kernel reads every argument and writes every result once; the tables name those that touch less. FLOPs come from the
-formulas of torch.utils.flop_counter: two per multiplication and addition, of products alone.
+formulas of torch.utils.flop_counter: two per multiplication and addition, of products alone. Those of complex numbers
+are four products of real numbers.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Kernel:
 
     operator: str  # "addmm"
     kind: Kind
-    dtype: torch.dtype  # in which it computes
+    dtype: torch.dtype  # in which it computes: of complex numbers, that of their parts
     flops: int
     read: int  # bytes
     written: int  # bytes
@@ -96,7 +97,7 @@ def make_kernel(
     flops: int,
     skipped: float = 0.0,
 ) -> Kernel:
-    """`reads` in the order of the kernel's arguments."""
+    """`reads` in the order of the kernel's arguments. `flops`: as if complex numbers were real."""
     read, written = [addressed_bytes(t) for t in reads], sum(addressed_bytes(t) for t in writes)
     if read and name in _UNREAD:
         read[0] = 0
@@ -106,12 +107,14 @@ def make_kernel(
         read[0] = min(read[0], written)
     elif len(read) > 1 and name in SCATTERING:
         read[0] = written = min(written, max(read[1:]))
-    floating = [t.dtype for t in [*reads, *writes] if t.is_floating_point()]
-    dtypes = [*floating, *(t.dtype for t in [*reads, *writes]), torch.float32]
+    dtypes = [t.dtype for t in [*reads, *writes]]
+    dtype = next((d for d in dtypes if d.is_floating_point or d.is_complex), (*dtypes, torch.float32)[0])
+    if dtype.is_complex:
+        dtype, flops = dtype.to_real(), 4 * flops
     sizes = tuple(writes[0].shape) if kind == "matmul" and writes else ()
     aligned = kind != "matmul" or all(_row_bytes(t) % ALIGNMENT == 0 for t in [*reads, *writes])
     channels = reads[0].shape[1] if kind.startswith("batch_norm") and reads and reads[0].dim() > 1 else 0
-    return Kernel(name, kind, dtypes[0], flops, sum(read), written, skipped, sizes, aligned, channels)
+    return Kernel(name, kind, dtype, flops, sum(read), written, skipped, sizes, aligned, channels)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

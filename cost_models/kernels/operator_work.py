@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cost_models.graphs import get_attribute, on_meta, tensors_in
+from cost_models.graphs import get_attribute, may_have_gradient, on_meta, tensors_in
 from cost_models.kernels.device_kernels import one_kernel_attention, one_kernel_norms
 from cost_models.kernels.kernel import (
     FREE,
@@ -114,7 +114,7 @@ class _Walk(fx.Interpreter):
             result = _described(node, self.rows)
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
             for tensor in tensors_in(result):
-                tensor.requires_grad_(grad and tensor.is_floating_point())
+                tensor.requires_grad_(grad and may_have_gradient(tensor))
             name = getattr(call.function, "__name__", str(call.function))
             kernel = make_kernel(name, "reduction", call.tensors, tensors_in(result), 0)
             return result, OperatorWork((kernel,), (kernel,) * grad)

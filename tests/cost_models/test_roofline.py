@@ -257,6 +257,23 @@ def test_of_a_product_only_the_wanted_gradients_cost(wanted: tuple[bool, bool], 
     assert sum(k.flops for k in one.backward) == products * 2 * 4 * 5 * 6
 
 
+@pytest.mark.parametrize("name", ["cpu", "H100"])
+def test_a_product_of_complex_numbers_costs_four_of_their_parts(name: str) -> None:
+    """(a + bi)(c + di) = ac - bd + (ad + bc)i, forward and for each gradient, at the peak of the parts' dtype."""
+    of_parts = [count_call(aten.mm.default, (meta(512, 512), meta(512, 512)))[1] for _ in range(4)]
+    wide = {"dtype": torch.complex64}
+    _, work = count_call(aten.mm.default, (meta(512, 512, **wide), meta(512, 512, **wide)))
+    rates = rates_of(known_devices()[name])
+    for way in ("forward", "backward"):
+        found = [k for k in getattr(work, way) if k.flops]
+        parts = [k for one in of_parts for k in getattr(one, way) if k.flops]
+        assert len(found) == len(parts) // 4
+        assert sum(k.flops for k in found) == sum(k.flops for k in parts) > 0
+        assert {k.dtype for k in found} == {torch.float32}
+        least = sum(k.flops for k in parts) / rates.peak(torch.float32)
+        assert sum(busy_seconds(k, rates, Efficiency.default()) for k in found) >= least
+
+
 def test_called_modules_count_their_own_gradients_where_others_of_their_size_are_frozen() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4).requires_grad_(place % 3 != 1) for place in range(60)))
     counted = count(fx.symbolic_trace(model), 1, inputs=[meta(2, 4, grad=False)])

@@ -248,6 +248,31 @@ def test_packed_projections_are_noted_and_exact() -> None:
     pm.close()
 
 
+@pytest.mark.slow
+def test_a_model_of_complex_numbers_is_planned_and_trains_like_the_plain_model() -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (nn.Linear(8, 8, dtype=torch.complex64) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.view_as_real(self.down(self.up(torch.complex(x, x.flip(1))))).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Waves(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    assert autopar.plan(model, Cluster.preset("2xH100"), example_args=(x,)).predicted_step_time
+    expected = plain(x)
+    expected.backward()
+    for degrees in ({"tensor": 2}, {"data": 2}):
+        plan = Plan.by_hand(model, ["cpu"] * 2, example_args=(x,), **degrees)
+        pm = autopar.parallelize(copy.deepcopy(model), ["cpu"] * 2, plan=plan)
+        assert pm.train_step(x).item() == pytest.approx(expected.item(), rel=1e-5)
+        for mine, its in zip(pm.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-4, atol=1e-6)
+        pm.close()
+
+
 # -- ZeRO --------------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.sharding.redistribution import RedistributionTable
 from autopar.sharding.strategy_costs import Ends
 from cost_models import Collective
+from cost_models.graphs import may_have_gradient
 
 
 class _UseKey(NamedTuple):
@@ -43,10 +44,10 @@ class RedistributionPrices:
         self._use_seconds: dict[tuple[_UseKey, int], tuple[np.ndarray, np.ndarray | None]] = {}
 
     def table_of(self, value: torch.Tensor, itemsize: int | None = None) -> RedistributionTable:
-        key = (tuple(value.shape), itemsize or value.element_size(), value.is_floating_point())
+        key = (tuple(value.shape), itemsize or value.element_size(), may_have_gradient(value))
         if key not in self._tables:
-            shape, itemsize, floating = key
-            self._tables[key] = RedistributionTable(shape, itemsize, self._mesh.shape, self._price, partial=floating)
+            shape, itemsize, partial = key
+            self._tables[key] = RedistributionTable(shape, itemsize, self._mesh.shape, self._price, partial=partial)
         return self._tables[key]
 
     def parameter_tables_of(self, value: torch.Tensor) -> ParameterTables:
@@ -55,11 +56,11 @@ class RedistributionPrices:
 
     def _once_table_of(self, value: torch.Tensor, itemsize: int) -> RedistributionTable:
         """Of what happens once a step, to all parameters together."""
-        key = (tuple(value.shape), itemsize, value.is_floating_point())
+        key = (tuple(value.shape), itemsize, may_have_gradient(value))
         if key not in self._once_tables:
-            shape, itemsize, floating = key
+            shape, itemsize, partial = key
             self._once_tables[key] = RedistributionTable(
-                shape, itemsize, self._mesh.shape, self._price_in_bucket, partial=floating
+                shape, itemsize, self._mesh.shape, self._price_in_bucket, partial=partial
             )
         return self._once_tables[key]
 

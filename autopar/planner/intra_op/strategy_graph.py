@@ -47,7 +47,7 @@ from autopar.sharding.layouts import DUAL, REPLICATE, Placements, layouts, parts
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.stage_sharding import Stored
 from autopar.sharding.strategy_costs import Place, StrategyCosts, StrategyCostTable, WholeSeconds
-from cost_models.graphs import get_attribute, storage_key, tensors_in
+from cost_models.graphs import get_attribute, may_have_gradient, storage_key, tensors_in
 from cost_models.hardware.device_specs import efficiency_of, rates_of
 from cost_models.kernels.operator_work import OperatorWork
 from cost_models.memory.optimizer_step import Implementation
@@ -376,7 +376,7 @@ class StrategyGraph:
             self._prices.table_of(value),
             self._prices.parameter_tables_of(value) if produced.origin == "parameter" else None,
             produced.origin,
-            value.is_floating_point() and (reader.name if frozen else tensor.name) in self.facts.trained,
+            may_have_gradient(value) and (reader.name if frozen else tensor.name) in self.facts.trained,
             reader.times,
             value.numel() * value.element_size(),
             tensor.op == "get_attr",

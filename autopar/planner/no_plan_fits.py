@@ -29,7 +29,7 @@ def check_total(costs: CostGraph, options: SearchOptions) -> None:
     n = len(costs.devices)
     raise InfeasibleError(
         f"no plan fits the memory: the model alone needs {bytes_text(held.total)} "
-        f"({split_text(held, held.total, options.optimizer)}), {n} device{'s' if n > 1 else ''} have "
+        f"({split_text(held, held.total, options.optimizer)}), {n} {'devices have' if n > 1 else 'device has'} "
         f"{bytes_text(there)} in all; give more memory or devices, or an optimizer with less state"
     )
 

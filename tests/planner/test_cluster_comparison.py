@@ -135,7 +135,7 @@ def test_plans_by_hand_are_shown_where_no_plan_of_the_search_fits(tmp_path: Path
         result["auto"]
     result.report().save(tmp_path / "page.html")
     assert "auto has no row" in (tmp_path / "page.html").read_text()
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(InfeasibleError, match="1 device has"):
         autopar.compare(model, cluster, **call)
 
 

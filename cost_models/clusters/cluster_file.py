@@ -126,6 +126,10 @@ def parse_node(text: str, own: Mapping[str, DeviceSpec]) -> tuple[DeviceSpec, ..
         digits, name = match.groups()
         if not name:
             raise DeviceError(f'{text!r} names no device behind its count; write it as "8xH100"')
+        if digits and not digits.strip("0"):
+            raise DeviceError(
+                f"{text!r} has no devices in {part.strip()!r}; give a count of 1 or more, or leave it out"
+            )
         count = int((digits or "1")[-_MOST_DIGITS:]) if len((digits or "").lstrip("0")) <= _MOST_DIGITS else math.inf
         if len(specs) + count > MOST_DEVICES:
             raise DeviceError(f"{text!r} has more than {MOST_DEVICES} devices; give fewer")
@@ -135,8 +139,6 @@ def parse_node(text: str, own: Mapping[str, DeviceSpec]) -> tuple[DeviceSpec, ..
             meant = _meant(part, own)
             raise DeviceError(f"{error}; did you mean {meant!r}?" if meant else str(error)) from None
         specs += [spec] * int(count)
-    if not specs:
-        raise DeviceError(f"{text!r} has no devices; give a count of 1 or more")
     return tuple(specs)
 
 

@@ -324,7 +324,7 @@ def test_what_is_no_cluster_is_refused_by_its_value(how: dict[str, Any], said: s
         Cluster.preset(**how)
 
 
-@pytest.mark.parametrize(("node", "nodes"), [("0xH100", 1), ("8xH100", 0)])
+@pytest.mark.parametrize(("node", "nodes"), [("0xH100", 1), ("4xH100+0xT4", 1), ("00x H100+T4", 1), ("8xH100", 0)])
 def test_a_cluster_has_at_least_one_device(node: str, nodes: int) -> None:
     with pytest.raises(DeviceError, match="devices"):
         Cluster.preset(node, nodes)

@@ -151,7 +151,7 @@ def test_a_list_is_none_of_the_choices(name: str) -> None:
         (
             autopar.compare,
             {"plans": {"mine": "plan.json"}},
-            "plans: 'mine' must be a Plan, or None for a search, got str; Plan.load",
+            r"plans: 'mine' must be a Plan, or None for a search, got str \(Plan.load",
         ),
         (autopar.compare, {"plans": ["plan.json"]}, "plans must be a dict of names and plans, got list"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Unpack
@@ -107,15 +107,21 @@ def _checked(plans: Mapping[str, Plan | None] | None, systems: Sequence[str]) ->
         raise InputError(f"plans must be a dict of names and plans, got {type(plans).__name__}; give {{'mine': plan}}")
     if not plans and not systems:
         raise InputError('plans: there is nothing to compare; give {"auto": None} for the plan of the search')
-    for name, plan in plans.items():
-        if not (isinstance(name, str) and name):
-            raise InputError(f"plans: names must be texts, got {name!r}")
-        if name in (SINGLE, *systems):
-            raise InputError(f"plans: {name!r} is the name of another row; give the plan another name")
-        if not (plan is None or isinstance(plan, Plan)):
-            hint = "; Plan.load reads a file" if isinstance(plan, (str, Path)) else ""
-            raise InputError(f"plans: {name!r} must be a Plan, or None for a search, got {type(plan).__name__}{hint}")
+    wrong = [text for name, plan in plans.items() for text in _wrong(name, plan, systems)]
+    if wrong:
+        raise InputError(f"plans: {'; '.join(wrong)}")
     return dict(plans)
+
+
+def _wrong(name: Any, plan: Any, systems: Sequence[str]) -> Iterator[str]:
+    """What is wrong with a plan to compare, and with its name."""
+    if not (isinstance(name, str) and name):
+        yield f"names must be texts, got {name!r}"
+    elif name in (SINGLE, *systems):
+        yield f"{name!r} is the name of another row, give the plan another name"
+    if not (plan is None or isinstance(plan, Plan)):
+        hint = " (Plan.load reads a file)" if isinstance(plan, (str, Path)) else ""
+        yield f"{name!r} must be a Plan, or None for a search, got {type(plan).__name__}{hint}"
 
 
 @with_checked_names

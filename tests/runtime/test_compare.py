@@ -236,9 +236,15 @@ def test_what_does_not_fit_is_refused() -> None:
     [
         ({"one device": None}, (), "'one device' is the name of another row"),
         ({"DDP": None}, ("DDP",), "'DDP' is the name of another row"),
-        ({"mine": "plan.json"}, (), "'mine' must be a Plan, or None for a search, got str; Plan.load reads a file"),
+        ({"mine": "plan.json"}, (), "'mine' must be a Plan, or None for a search, got str (Plan.load reads a file)"),
         ({"": None}, (), "names must be texts, got ''"),
         ({1: None}, (), "names must be texts, got 1"),
+        (
+            {"a": 3, "b": "x", "DDP": None},
+            ("DDP",),
+            "'a' must be a Plan, or None for a search, got int; 'b' must be a Plan",
+        ),
+        ({"a": 3, "DDP": None}, ("DDP",), "got int; 'DDP' is the name of another row"),
         ([None], (), "plans must be a dict of names and plans, got list"),
     ],
 )

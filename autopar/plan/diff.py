@@ -32,6 +32,11 @@ class Setting:
     before: Fact
     after: Fact
 
+    @property
+    def of_recomputation(self) -> bool:
+        """Whether it has the numbers of the stages that recompute."""
+        return self.name.startswith("recomputed")
+
 
 @dataclass(frozen=True)
 class MovedModule:
@@ -86,7 +91,7 @@ class PlanDiff:
     only_before: tuple[str, ...]  # operators (or modules of a split) that only the first plan names
     only_after: tuple[str, ...]
     quantities: tuple[Quantity, ...]  # all that at least one plan has, also equal ones
-    modes: tuple[StageMode, ...] = ()  # of stages that both plans have, and that recompute differently
+    modes: tuple[StageMode, ...] = ()  # of stages that recompute differently, of plans with equally many stages
     parts: tuple[Quantity, ...] = ()  # of the step on each plan's busiest device, which they add up to
 
     @property
@@ -97,8 +102,10 @@ class PlanDiff:
 
     @property
     def degrees(self) -> tuple[Setting, ...]:
-        """The settings that a plan by hand fixes, but for recomputation (`modes`)."""
-        return tuple(setting for setting in self.settings if setting.name in _DEGREES)
+        """The settings that a plan by hand fixes, with recomputation where the plans have different numbers of stages,
+        so that no `modes` say it."""
+        named = {setting.name for setting in self.settings}
+        return tuple(s for s in self.settings if s.name in _DEGREES or ("stages" in named and s.of_recomputation))
 
     @property
     def same(self) -> bool:
@@ -138,13 +145,17 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
         tuple(key.rstrip("/") for key, (_, new) in stages.items() if new is None),
         tuple(key.rstrip("/") for key, (old, _) in stages.items() if old is None),
         tuple(q for q in _quantities(before, after) if q.before is not None or q.after is not None),
-        tuple(
-            StageMode(s, NAMES[old.mode], NAMES[new.mode])
-            for s, (old, new) in enumerate(zip(before.stages, after.stages, strict=False))
-            if old.mode != new.mode
-        ),
+        tuple(_modes(before, after)),
         tuple(_parts(before, after)),
     )
+
+
+def _modes(before: Plan, after: Plan) -> Iterator[StageMode]:
+    """Of stages that recompute differently; of other numbers of stages, none is a stage of the other plan."""
+    if len(before.stages) == len(after.stages):
+        for s, (old, new) in enumerate(zip(before.stages, after.stages, strict=True)):
+            if old.mode != new.mode:
+                yield StageMode(s, NAMES[old.mode], NAMES[new.mode])
 
 
 def run_alike(a: Plan, b: Plan) -> bool:

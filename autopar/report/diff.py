@@ -114,7 +114,7 @@ _PLURALS = {"stages": ("stage", "stages"), "micro-batches": ("micro-batch", "mic
 
 def _settings(diff: PlanDiff) -> Iterator[str]:
     for setting in diff.settings:
-        if not setting.name.startswith("recomputed"):  # said by stage
+        if setting in diff.degrees or not setting.of_recomputation:  # else said by stage
             yield _in_words(setting)
 
 
@@ -133,6 +133,9 @@ def _in_words(one: Setting) -> str:
         return "for another model"
     if one.name == "ZeRO":
         return f"ZeRO {after} instead of {before}"
+    if one.of_recomputation:
+        stages = one.name if "stages" in one.name else f"stages {one.name}"
+        return f"{stages}: {after} (before: {before})"
     if one.after is None:
         return f"no {one.name} (before: {before})"
     return f"{one.name}: {after}" + ("" if one.before is None else f" (before: {before})")
@@ -144,7 +147,7 @@ def _recomputed(diff: PlanDiff) -> Iterator[str]:
         sorted(diff.modes, key=lambda one: (one.before, one.after)), key=lambda one: (one.before, one.after)
     ):
         yield f"{_again(before, after)} in {_stages(list(run))}"
-    if not diff.modes:
+    if not (diff.modes or any(setting.of_recomputation for setting in diff.settings)):
         for modules, n, now in _runs((r.module, r.n_operators, r.now) for r in diff.recomputed):
             yield f"{'recomputes' if now else 'no longer recomputes'} {modules} ({_operators(n)})"
 

@@ -21,6 +21,7 @@ from autopar.plan.diff import MovedModule, Recomputed, Setting
 from autopar.plan.display import step_parts
 from autopar.plan.stage import Stage, StageTransfer
 from autopar.planner.predicted_step import step_of_plan
+from autopar.report.diff import decisions_in_words
 
 KEYS = tuple(f"{path}/{name}#0" for path in ("a", "a.x", "a.y.u", "a.y.v", "b.x", "b.y", "") for name in ("mm", "add"))
 
@@ -137,6 +138,23 @@ def test_what_stages_recompute_is_said_in_words(before: Any, after: Any, said: s
         return Plan(tuple(Stage((f"cpu:{s}",), (f"layers.{s}/mm#0",), **modes) for s in range(2)), 2)
 
     assert said in " ".join(str(plan(before).diff(plan(after))).split())
+
+
+@pytest.mark.parametrize(
+    ("modes", "said"),
+    [
+        ({"layerwise": True}, "stages recomputed layer by layer: 0, 1 (before: none)"),
+        ({"recompute": True}, "recomputed stages: 0, 1 (before: none)"),
+    ],
+)
+def test_all_stages_that_recompute_are_named_where_plans_have_other_numbers_of_stages(modes: Any, said: str) -> None:
+    one = Plan((Stage(("cpu:0",), ("layers.0/mm#0", "layers.1/mm#0")),), 2)
+    two = Plan(tuple(Stage((f"cpu:{s}",), (f"layers.{s}/mm#0",), **modes) for s in range(2)), 2)
+    there, back = one.diff(two), two.diff(one)
+    assert said in decisions_in_words(there)
+    assert [said in " ".join(str(diff).split()) for diff in (there, back)] == [True, False]
+    assert f"{said.partition(':')[0]}: none (before: 0, 1)" in decisions_in_words(back)
+    assert there.modes == back.modes == (), "stage 0 of one plan is no stage of the other"
 
 
 def priced(m: int = 4, forward: float = 0.01, **fields: Any) -> Plan:

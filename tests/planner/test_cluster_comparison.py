@@ -164,14 +164,14 @@ def test_what_the_fastest_plan_decides_otherwise_is_said() -> None:
     text = " ".join(str(comparison).split())
     assert (
         "It has 1 stage instead of 2; 1 micro-batch instead of 64; schedule 1f1b instead of gpipe; meshes: data 2; "
-        "ZeRO 1 instead of 0; no longer recomputes its whole forward in stage 0."
+        "ZeRO 1 instead of 0; recomputed stages: none (before: 0, 1)."
     ) in text
     data = json.loads(comparison.to_json())
     assert data["fastest"] == "fast"
     slow, fast = (row["fastest_does_otherwise"] for row in data["rows"])
     assert fast == []
     assert {"name": "micro-batches", "before": 64, "after": 1} in slow
-    assert {"name": "recompute", "stage": 0, "before": "stage", "after": "none"} in slow
+    assert {"name": "recomputed stages", "before": "0, 1", "after": None} in slow
 
 
 def test_equal_meshes_of_neighbouring_stages_are_counted() -> None:

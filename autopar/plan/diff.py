@@ -15,7 +15,7 @@ from autopar.errors.names import few
 from autopar.hints.module_paths import ancestors, nearest
 from autopar.plan.display import compared, shown, step_parts
 from autopar.plan.exits.plan_degrees import replica_axes, zero_of
-from autopar.plan.plan import Plan
+from autopar.plan.plan import ONE_DEVICE, Plan
 from autopar.plan.recompute import NAMES
 from autopar.plan.stage import Stage
 
@@ -304,7 +304,7 @@ def _quantities(before: Plan, after: Plan) -> list[Quantity]:
         for name, unit, field in (
             ("step", "s", "predicted_step_time"),
             ("step, measured", "s", "measured_step_time"),
-            ("one device", "s", "single_device_time"),
+            (ONE_DEVICE, "s", "single_device_time"),
             ("bubble", "", "bubble"),
             ("objective", "s", "objective"),
             ("bound", "s", "bound"),

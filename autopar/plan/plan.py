@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 
 _UNKNOWN: Storages = {}
+ONE_DEVICE = "one device with enough memory"  # what `Plan.single_device_time` is of: it counts no memory
 DROPPED = ", so its predictions were dropped"  # ends a note of a plan without predictions
 
 
@@ -58,7 +59,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
     devices: tuple[str, ...] = ()  # all that were offered, used or not
     training: bool = True
     predicted_step_time: float | None = None  # s
-    single_device_time: float | None = None  # s, predicted, the whole batch on the first device
+    single_device_time: float | None = None  # s, predicted, the whole batch on the first device: see ONE_DEVICE
     bubble: float | None = None  # idle fraction of the used devices' time
     transfers: tuple[StageTransfer, ...] = ()
     split: tuple[tuple[str, int], ...] = ()

@@ -9,7 +9,7 @@ from torch import fx
 from autopar.analysis.operators import compute_nodes
 from autopar.hints.module_paths import ancestors
 from autopar.plan.display import shown
-from autopar.plan.plan import Plan
+from autopar.plan.plan import ONE_DEVICE, Plan
 from autopar.plan.recompute import DESCRIBED
 from autopar.plan.stage import Stage
 from autopar.plan.validation import replicas
@@ -104,7 +104,7 @@ def _headline(plan: Plan) -> str:
             numbers[0] += " with a worker's threads" if threads else ""
             numbers.append(f"measured {milliseconds(plan.measured_step_time)} ms{threads}")
         if plan.single_device_time is not None:
-            numbers.append(f"one device {milliseconds(plan.single_device_time)} ms")
+            numbers.append(f"{ONE_DEVICE} {milliseconds(plan.single_device_time)} ms")
             if plan.predicted_step_time:
                 numbers.append(f"speed-up {plan.single_device_time / plan.predicted_step_time:.2f}x")
         if plan.bubble is not None:

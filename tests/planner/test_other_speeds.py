@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -112,10 +113,20 @@ def test_the_bottlenecks_sentence_names_what_saves_most(sync: float) -> None:
 
 def test_a_plan_that_one_device_outruns_says_so() -> None:
     slow = dataclasses.replace(replicas(0.27), single_device_time=0.1)
-    said = "slower than one device with memory for the whole step, which is predicted to take 100 ms a step"
+    said = "slower than one device with enough memory, which is predicted to take 100 ms a step"
     assert said in " ".join(str(slow.report().only("At a glance")).split())
     fast = dataclasses.replace(slow, single_device_time=1.0)
     assert "slower than one device" not in str(fast.report())
+
+
+def test_every_figure_of_one_device_says_that_it_counts_no_memory() -> None:
+    """A plan may be needed because no device has the memory for the model."""
+    plan = dataclasses.replace(replicas(0.27), single_device_time=1.0)
+    page = " ".join(str(plan.report().only("At a glance")).split())
+    assert "one device with enough memory 1000 ms, speed-up" in " ".join(str(plan).split())
+    assert "on one device with enough memory" in page
+    changed = json.loads(plan.diff(dataclasses.replace(plan, single_device_time=2.0)).to_json())["quantities"]
+    assert {one["name"] for one in changed if one["after"] == 2.0} == {"one device with enough memory"}
 
 
 @pytest.mark.parametrize("launch", ["eager", "compiled"])

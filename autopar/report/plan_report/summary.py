@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.costs.history import costs_of
+from autopar.plan.plan import ONE_DEVICE
 from autopar.planner.change import Change
 from autopar.planner.device_memory import OWNERS, DeviceMemory
 from autopar.planner.explain import PER_HALF
@@ -69,7 +70,7 @@ def _figures(subject: Subject) -> Iterator[Figure]:
         yield from rounds_figures(subject.comparison, subject.row)
     elif plan.single_device_time is not None and plan.predicted_step_time and subject.n_devices > 1:
         speed_up = plan.single_device_time / plan.predicted_step_time
-        note = f"predicted: a step takes {seconds_text(plan.single_device_time)} there"
+        note = f"predicted: a step takes {seconds_text(plan.single_device_time)} on {ONE_DEVICE}"
         yield Figure("speed-up over one device", f"{digits(speed_up)}x", note)
 
 
@@ -77,7 +78,7 @@ def _slower(subject: Subject) -> Iterator[Block]:
     """A sentence about a plan that one device would outrun."""
     alone, step = subject.plan.single_device_time, subject.plan.predicted_step_time
     if alone is not None and step is not None and len(subject.plan.used_devices) > 1 and alone < step:
-        other = f"one device with memory for the whole step, which is predicted to take {seconds_text(alone)} a step"
+        other = f"{ONE_DEVICE}, which is predicted to take {seconds_text(alone)} a step"
         yield Paragraph(f"This plan is slower than {other} against {seconds_text(step)}.", strong=True)
 
 

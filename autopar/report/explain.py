@@ -10,6 +10,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.validation import replicas
 from autopar.planner.change import Change
 from autopar.planner.explain import PER_HALF, Bottleneck, Explanation
+from autopar.planner.other_launches import untried_launch
 from autopar.report.quantities import percent, seconds_text
 from autopar.report.tables import bullet, milliseconds, paragraph, table
 
@@ -104,11 +105,13 @@ def _beside(bottleneck: Bottleneck) -> list[str]:
 
 
 def _most_helps(explained: Explanation, bottleneck: Bottleneck) -> str:
-    """A sentence, behind a blank, on the change that saves most of those that are shown."""
+    """Sentences, behind a blank: the change that saves most of those that are shown, and what was not tried."""
     plan = explained.plan
     best = max(explained.helps, key=lambda change: change.gain(plan), default=None)
     finer = plan.ranks > 1 and bottleneck.bound == "compute"
     less = " A finer split of the model may take work off this stage." if finer else ""
+    if untried_launch(plan):
+        less += " launch='compiled' was not tried, which needs the model: Plan.load(path, model, devices, ...)."
     if best is None or best.gain(plan) <= _HELPS:
         return less
     what, gain = best.what.removesuffix(PER_HALF), percent(best.gain(plan))

@@ -138,4 +138,8 @@ def test_compiling_is_named_where_eager_launches_bind(launch: str) -> None:
     compiled = Plan.by_hand(model, cluster, example_args=(x,), data=8, launch="compiled")
     found = [change.step_time for change in own_explanation(plan).helps if change.what == "launch='compiled'"]
     assert found == ([compiled.predicted_step_time] if launch == "eager" else [])
-    assert not [one for one in own_explanation(Plan.from_json(plan.to_json())).helps if "launch" in one.what]
+    loaded = Plan.from_json(plan.to_json())
+    assert not [one for one in own_explanation(loaded).helps if "launch" in one.what]
+    untried = "launch='compiled' was not tried, which needs the model"
+    shown = [" ".join(str(text).split()) for one in (loaded, plan) for text in (one.explain(), one.report())]
+    assert [untried in text for text in shown] == [launch == "eager"] * 2 + [False] * 2

@@ -32,8 +32,9 @@ from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
 from cost_models.graphs import get_attribute, may_have_gradient, on_meta, private_copy, tensors_in
 from cost_models.hardware.device_specs import DeviceSpec, efficiency_of, rates_of
+from cost_models.kernels.efficiency_curves import Efficiency
 from cost_models.kernels.operator_work import OperatorWork, count, count_call
-from cost_models.kernels.roofline import price
+from cost_models.kernels.roofline import OperatorEstimate, Rates, price
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 from cost_models.memory.training_memory import usable_memory
 
@@ -144,7 +145,7 @@ class Estimated:
         found = {}
         for kind, spec in self.cluster.specs.items():
             rates, efficiency = rates_of(spec, self.recipe.host(spec)), efficiency_of(spec)
-            priced = {name: price(each, rates, efficiency) for name, each in work.items()}
+            priced = {name: self._priced(name, each, rates, efficiency) for name, each in work.items()}
             costs = [priced[self._folded.kept(name)] for name in self._nodes]
             forward = np.array([cost.forward_seconds for cost in costs])
             backward = np.array([cost.backward_seconds for cost in costs])
@@ -157,6 +158,13 @@ class Estimated:
             host = self._host(spec, work, of_loss, self._fusion)
             found[kind] = _Estimate(Seconds(forward, backward, loss), host, shares)
         return found
+
+    def _priced(self, name: str, work: OperatorWork, rates: Rates, efficiency: Efficiency) -> OperatorEstimate:
+        try:
+            return price(work, rates, efficiency)
+        except ValueError as error:  # products of integers
+            node = next(node for node in self._folded.module.graph.nodes if node.name == name)
+            raise InputError(f"{describe(node)}: {error}; convert the factors to one of these") from None
 
     @cached_property
     def _nodes(self) -> tuple[str, ...]:

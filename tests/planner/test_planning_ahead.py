@@ -366,6 +366,20 @@ def test_steps_without_temporaries_are_advised_only_where_they_fit() -> None:
     assert "fused" not in str(failure.value)
 
 
+def test_a_product_whose_rate_is_not_known_is_named() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last((x @ x.T).float())  # type: ignore[no-any-return]
+
+    x = torch.ones(4, 4, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"(?s)matmul.*test_planning_ahead.*torch\.int64.*convert the factors"):
+        autopar.plan(Counts(), Cluster.preset("2xT4"), example_args=(x,))
+
+
 def test_an_explanation_says_what_the_most_shards_cost() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4096)), torch.empty(64, 64, 4096)

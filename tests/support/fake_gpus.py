@@ -200,6 +200,13 @@ def _set_data(tensor: FakeTensor, new: torch.Tensor) -> None:
     tensor.fake_device = new.device
 
 
+class _HostGenerator(torch.Generator):
+    """On the host, whatever device it is for."""
+
+    def __new__(cls, device: Any = None) -> _HostGenerator:
+        return super().__new__(cls)
+
+
 def _streams() -> list[Any]:
     """Streams, events, guards and generators that do nothing. Their order is the subject of other tests."""
 
@@ -208,10 +215,9 @@ def _streams() -> list[Any]:
 
     names = ("Stream", "Event", "current_stream", "default_stream", "stream", "device", "set_device", "synchronize")
     random = ("get_rng_state", "set_rng_state", "manual_seed")
-    host_generator = torch.Generator()
     return [
         *(mock.patch.object(torch.cuda, name, nothing) for name in (*names, *random)),
-        mock.patch.object(torch, "Generator", return_value=host_generator),
+        mock.patch.object(torch, "Generator", _HostGenerator),
         mock.patch.object(torch.cuda, "default_generators", defaultdict(mock.MagicMock)),
         mock.patch.object(torch.cuda, "can_device_access_peer", return_value=True),
         mock.patch.object(torch.Tensor, "record_stream", nothing),

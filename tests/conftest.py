@@ -183,9 +183,19 @@ EVERY_TENTH_CASE = (
     "sharding/test_strategies.py",
 )
 
-# Files whose tests keep a promise for some models each: the first case runs by default, the others in the slow set.
+# Files whose tests keep a promise for some models each: the first case runs by default, the others in the slow set;
+# where a file is above, too, those that it leaves in the default run.
 FIRST_CASE = (
+    "capture/test_attention_masks.py",
     "capture/test_float32_settings.py",
+    "capture/test_module_hooks.py",
+    "capture/test_parameter_writes.py",
+    "capture/test_rnn.py",
+    "cost_models/test_graph_bytes.py",
+    "cost_models/test_optimizer_step.py",
+    "lower/test_sharded_execution.py",
+    "lower/test_sharded_models.py",
+    "lower/test_size_values.py",
     "plan/test_assumptions.py",
     "plan/test_changes.py",
     "planner/test_hand_plan_layers.py",
@@ -195,8 +205,11 @@ FIRST_CASE = (
     "planner/test_losses_with_tensors.py",
     "report/test_axis_words.py",
     "runtime/test_autocast_answers.py",
+    "runtime/test_changed_attributes.py",
+    "runtime/test_dynamic_sizes.py",
     "runtime/test_losses_with_state.py",
     "runtime/test_lost_by_tracers.py",
+    "runtime/test_models.py",
     "runtime/test_overhead.py",
     "runtime/test_shared_gpu.py",
 )
@@ -211,7 +224,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases[test] += 1
         if file in EVERY_TENTH_CASE and number % 10:
             item.add_marker(pytest.mark.exhaustive if number % 5 else pytest.mark.slow)
-        elif file in FIRST_CASE and number:
+        if file in FIRST_CASE and number:
             item.add_marker(pytest.mark.slow)
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
 

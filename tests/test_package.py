@@ -163,6 +163,7 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
     assert found == {f"autopar/integrations/{name}.py" for name in modules}
 
 
+@pytest.mark.slow
 def test_planning_leaves_the_random_numbers_of_a_script_as_they_were() -> None:
     """In a process of its own: imports happen once."""
     script = (

@@ -341,6 +341,7 @@ class Experts(nn.Module):
         return result.view_as(x)
 
 
+@pytest.mark.slow
 def test_routing_to_experts_is_left_open() -> None:
     assert prove(capture(Experts(), (torch.randn(BATCH, STEPS, WIDTH),), {})).verdict == "open"
     case = next(case for case in CASES if case.name == "mixtral")

@@ -285,6 +285,7 @@ def test_a_batch_of_one_sample_is_captured_by_itself() -> None:
     assert Pricer([one, case(batch=16)]).price(one).plan is not None
 
 
+@pytest.mark.slow
 def test_of_several_plans_the_fastest_that_fits_counts() -> None:
     plans = [degrees(1, 1, 8, 2), degrees(8 // 4, 4, 1, 1), degrees(2, 2, 2, 4)]
     one = case(plans=tuple(plans))

@@ -211,6 +211,7 @@ def language_model(name: str) -> tuple[nn.Module, dict[str, int]]:
     return model, {"model.embed_tokens": 0, "model.layers.1": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "hidden"),
     [

@@ -307,6 +307,7 @@ def test_keys_differ_by_part_and_by_version_of_the_cache(monkeypatch: pytest.Mon
     assert len(keys) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -443,6 +444,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", PRECISIONS.values(), ids=list(PRECISIONS))
 def test_float32_products_are_exact_inside_and_as_they_were_set_afterwards(setting: str) -> None:
     script = f"""

@@ -50,6 +50,7 @@ def assert_same(real: GraphBytes, meta: GraphBytes) -> None:
     assert keepers(meta) == keepers(real)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.name not in RECURRENT], ids=lambda c: c.name)
 def test_a_pass_on_the_meta_device_counts_what_a_real_one_does(case: Case, training: bool) -> None:

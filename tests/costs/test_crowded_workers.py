@@ -78,6 +78,7 @@ def test_workers_with_cores_of_their_own_are_measured_together(monkeypatch: pyte
     assert "share" not in str(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_short_measurements_that_disagree_are_taken_again_and_a_lucky_one_makes_no_plan(
     monkeypatch: pytest.MonkeyPatch,

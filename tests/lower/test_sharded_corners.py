@@ -148,6 +148,7 @@ def test_hooks_that_change_values_and_gradients_do_so(mesh: tuple[int, ...]) -> 
 # -- the module -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_mesh
 def test_other_types_other_values_copies_and_new_threads(meshes: Meshes) -> None:
     model, _, pm, x = twice(meshes)

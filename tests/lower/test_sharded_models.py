@@ -100,6 +100,7 @@ ANY = by_devices(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), CHOSEN, ids=str)
 def test_chosen_strategies_give_the_originals_outputs_and_gradients(name: str, mesh: tuple[int, ...]) -> None:
     _, model, inputs, program = case_of(name)

@@ -64,6 +64,7 @@ def stage_of(plan: Plan, layer: int) -> set[int]:
     return {s for s, stage in enumerate(plan.stages) for key in stage.operators if f"{key}.".startswith(inside)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["body.layers.3", "layers.3"])
 def test_a_moved_layer_is_priced_on_its_new_stage(path: str) -> None:
     plan = priced()

@@ -154,6 +154,7 @@ def step_works(draw: st.DrawFn) -> StepWork:
     return StepWork(tokens, flops, None if flops is None else flops / 1e18)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(60))
 @given(layered_plans())
 def test_what_is_read_is_what_was_written(plan: Plan) -> None:

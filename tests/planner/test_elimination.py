@@ -266,6 +266,7 @@ def test_little_effort_gives_a_choice_and_a_bound_that_hold(effort: float) -> No
     assert effort or not hasty.proven, "the effort was too little to prove the choice"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", [0.0, 3e4, 1e5, EFFORT])
 def test_neither_the_clock_nor_a_busy_machine_changes_an_answer(monkeypatch: pytest.MonkeyPatch, effort: float) -> None:
     alone = [select(*problem, effort=effort) for problem in limited()]

@@ -140,6 +140,7 @@ def test_a_part_of_a_cluster_is_searched_like_a_cluster_of_its_own() -> None:
         assert step_time(plan) <= step_time(case.plan(Cluster.preset("4xT4", nodes))) * SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -62,6 +62,7 @@ def test_a_plan_beats_pure_data_tensor_and_pipeline_parallelism(llama: nn.Module
         assert step_time(free) <= step_time(planned(cluster, model=llama, **options)) * (1 + 1e-9), options
 
 
+@pytest.mark.slow
 def test_what_fits_no_device_is_split_over_meshes() -> None:
     """The weights of one operator are more than a device holds with their gradients and state."""
     cluster = Cluster.preset("8xH100")
@@ -129,6 +130,7 @@ def test_workers_of_cpus_are_no_meshes(llama: nn.Module) -> None:
     assert all(stage.sharding is None for stage in plan.stages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shards"), [("gpt2", 2), ("gpt2", 4), ("bert", 2), ("t5", 2)])
 def test_a_plan_of_meshes_runs_and_has_the_original_gradients(name: str, shards: int) -> None:
     """Made ahead for GPUs, with nothing but meshes to choose from and little memory, and followed by CPU workers."""

@@ -84,6 +84,7 @@ def test_problems_of_one_search_are_solved_as_if_each_were_alone(problem: Proble
             assert solve(one) == solve(alone), change
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(problems(most=4, widths=True))
 def test_solve_equals_brute_force_over_stages_of_any_width(problem: Problem) -> None:
@@ -111,6 +112,7 @@ def test_with_many_states_plans_of_any_width_fit_and_bounds_hold(problem: Proble
         assert found.bound * (1 - 1e-9) <= least <= found.objective * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(st.one_of(problems(), problems(widths=True)))
 def test_every_stage_costs_what_the_definition_says_with_every_number_of_replicas(problem: Problem) -> None:
@@ -154,6 +156,7 @@ def test_solve_equals_brute_force_for_fewer_devices(problem: Problem, data: st.D
         assert (math.inf if found is None else found.objective) == pytest.approx(least_objective(problem, counts))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(50), deadline=None)
 @given(st.one_of(problems(), problems(most=4, widths=True)))
 def test_solutions_are_plans_that_cost_what_they_say(problem: Problem) -> None:
@@ -173,6 +176,7 @@ def test_solutions_are_plans_that_cost_what_they_say(problem: Problem) -> None:
     assert [s.time for s in found.stages] == pytest.approx([stage_time(problem, s) for s in stages])
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(problems(), st.floats(0.0, 0.3))
 def test_a_tolerance_keeps_its_bound_and_stays_within_it(problem: Problem, tolerance: float) -> None:
@@ -183,6 +187,7 @@ def test_a_tolerance_keeps_its_bound_and_stays_within_it(problem: Problem, toler
         assert near.objective * (1 - tolerance) <= best.objective * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(problems(), st.floats(0.5, 2.0))
 def test_a_cutoff_keeps_plans_below_it_and_only_those(problem: Problem, factor: float) -> None:
@@ -195,6 +200,7 @@ def test_a_cutoff_keeps_plans_below_it_and_only_those(problem: Problem, factor: 
     assert found is None or found.objective == pytest.approx(best.objective)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(50), deadline=None)
 @given(problems())
 def test_no_plan_is_below_the_relaxed_bound(problem: Problem) -> None:
@@ -203,6 +209,7 @@ def test_no_plan_is_below_the_relaxed_bound(problem: Problem) -> None:
         assert relaxed_bound(problem, problem.counts) <= best.objective * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(problems())
 def test_infeasibility_is_explained_by_the_least_lack_of_memory(problem: Problem) -> None:
@@ -252,6 +259,7 @@ def shape(solution: Solution | None) -> list[tuple[int, int, int]]:
     return [(s.start, s.stop, s.replicas) for s in solution.stages]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4))
 def test_costly_transfers_and_scarce_memory_are_traded_exactly_in_deep_pipelines(seed: int, m: int) -> None:
@@ -296,6 +304,7 @@ def deep_pipelines(draw: st.DrawFn) -> Problem:
     return dataclasses.replace(problem, kinds=kinds, forward=seconds, backward=seconds)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(80), deadline=None)
 @given(deep_pipelines(), st.floats(0.0, 0.1), st.floats(0.5, 2.0))
 def test_what_plans_need_rules_out_no_better_plan(problem: Problem, tolerance: float, factor: float) -> None:

@@ -216,6 +216,7 @@ def test_a_plan_made_ahead_runs_where_such_devices_are(tmp_path: Path) -> None:
         assert torch.allclose(parameter.grad, expected[name], rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_plan_for_other_devices_is_refused_by_name(tmp_path: Path) -> None:
     model = gpt2()
     plan = autopar.plan(model, H100, example_kwargs=call_of(gpt2), n_microbatches=4)
@@ -380,6 +381,7 @@ def test_a_product_whose_rate_is_not_known_is_named() -> None:
         autopar.plan(Counts(), Cluster.preset("2xT4"), example_args=(x,))
 
 
+@pytest.mark.slow
 def test_an_explanation_says_what_the_most_shards_cost() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4096)), torch.empty(64, 64, 4096)

@@ -98,6 +98,7 @@ def test_what_is_stored_whole_instead_of_cut_needs_more_memory(found: list[Plan]
     assert (priced.predicted_step_time or 0) > (plan.predicted_step_time or 0)
 
 
+@pytest.mark.slow
 def test_strategies_that_do_not_exist_and_batches_that_do_not_divide_are_refused(found: list[Plan]) -> None:
     plan = found[0]
     data = json.loads(plan.to_json())

@@ -121,6 +121,7 @@ def test_plans_say_that_layers_run_again() -> None:
     assert "recomputes every layer in stage" in str(none.diff(full))
 
 
+@pytest.mark.slow
 def test_a_file_of_before_means_the_whole_stage_and_keeps_its_predictions() -> None:
     plan = hand("stage")
     data = json.loads(plan.to_json())

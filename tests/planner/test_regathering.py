@@ -192,6 +192,7 @@ def test_sequence_parallel_plans_by_hand_gather_again_and_have_one_price() -> No
     assert "activations gathered again" in str(plan.diff(keeping()))
 
 
+@pytest.mark.slow
 def test_memory_falls_by_what_is_kept_as_shards_and_the_step_grows_by_the_gathers() -> None:
     plan, other = by_hand(), keeping()
     saved = GATHERED * WHOLE * (1 - 1 / TENSOR)

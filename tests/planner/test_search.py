@@ -65,6 +65,7 @@ def test_every_schedule_can_be_asked_for(schedule: str, max_replicas: int | None
     assert plan.predicted_step_time < plan.single_device_time
 
 
+@pytest.mark.slow
 def test_a_faster_device_gets_more_of_the_model_wherever_it_stands() -> None:
     costs = costs_of(8, (1, 1))  # the second kind takes half as long
     for devices in (costs.devices, costs.devices[::-1]):
@@ -229,6 +230,7 @@ def test_of_all_cuts_in_two_the_one_with_the_shortest_step_is_found(data: st.Dat
             assert found <= rival * (1 + 1e-2)
 
 
+@pytest.mark.slow
 def test_hints_are_followed() -> None:
     costs = costs_of(4, (3,))
     nodes = list(costs.graph)
@@ -341,6 +343,7 @@ def test_small_operators_join_their_neighbours_without_a_cycle() -> None:
 # -- explanations and tuning ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_explanation_names_bottleneck_rivals_limits_and_helps() -> None:
     options = dataclasses.replace(STEP, max_replicas=1, n_microbatches=2)
     plan = make_plan(costs_of(6, (2,)), options)
@@ -405,6 +408,7 @@ def test_an_idle_device_is_named_with_the_reason() -> None:
     assert "a:1 has nothing to do" in str(explained)
 
 
+@pytest.mark.slow
 def test_memory_is_what_bounds_a_plan_that_more_of_it_would_change() -> None:
     costs = costs_of(8, (2,), batch=16)
     options = dataclasses.replace(STEP, n_microbatches=2, schedule="1f1b", max_replicas=1)

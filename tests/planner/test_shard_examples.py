@@ -200,6 +200,7 @@ def test_every_hint_is_planned_for_machines_that_are_not_here() -> None:
     assert autopar.Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_a_transformer_with_hints_on_its_blocks_computes_the_same() -> None:
     mesh = Layout((2, 2), ("dp", "mp"))
     model = gpt2().eval()

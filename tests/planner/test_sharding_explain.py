@@ -110,6 +110,7 @@ def test_the_text_of_an_explanation_lists_the_candidates_and_says_why_the_chosen
         assert f"{exchange.collective.replace('_', '-')} along {exchange.axis}" in text
 
 
+@pytest.mark.slow
 def test_an_unknown_path_is_refused_with_names_close_to_it() -> None:
     plan = chosen("llama")[0]
     with pytest.raises(PlanError, match=re.escape("'model.model.layers.0.mlp.up_proj'")):

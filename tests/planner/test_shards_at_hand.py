@@ -82,6 +82,7 @@ def chosen(stage: Stage) -> Any:
 # -- a plan with meshes is chosen, run, saved and explained -----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widest", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_layer_that_no_device_holds_is_cut_over_a_mesh_and_trains_as_the_plain_model(widest: int) -> None:
     model, x = big_layer(), CALL["example_args"][0]
@@ -298,6 +299,7 @@ def test_collectives_are_measured_as_the_runtime_does_them() -> None:
     assert costs.shards.launch_seconds(devices[0].kind) == 0
 
 
+@pytest.mark.slow
 def test_what_prices_shards_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = autopar.plan(big_layer(), DEVICES, **CALL, **SHORT, max_shards=2, tune=0)
 

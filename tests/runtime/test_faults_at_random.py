@@ -177,6 +177,7 @@ def tensors() -> int:
     return sum(issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor) for kind in kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [[], [0]], ids=["plain", "recompute"])
 @pytest.mark.parametrize(
     ("schedule", "devices"),

@@ -83,6 +83,7 @@ def test_replicas_weigh_their_micro_batches_by_targets() -> None:
     assert_same_gradients(gradients(model), gradients(original))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 def test_the_models_own_loss_is_weighted_by_its_labels() -> None:
     model = gpt2().train()

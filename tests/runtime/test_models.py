@@ -129,6 +129,7 @@ def test_a_captured_model_takes_batches_of_other_sizes(oracle: Oracle, batch: in
         pm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forced", [False, True], ids=["free", "two-microbatches"])
 def test_an_automatic_plan_gives_the_originals_numbers(oracle: Oracle, forced: bool) -> None:
     limits: dict[str, Any] = {"max_replicas": 1, "n_microbatches": 2} if forced else {}
@@ -155,6 +156,7 @@ def test_an_automatic_plan_gives_the_originals_numbers(oracle: Oracle, forced: b
         pm.close()
 
 
+@pytest.mark.slow
 def test_clip_keeps_its_batch_whole_and_the_warning_names_the_operator() -> None:
     model, inputs, target = clip().train(), clip_inputs(BATCH), torch.randn(BATCH)
     original = model(**inputs)

@@ -199,6 +199,7 @@ class OwnAttention(nn.Module):
         return (x @ x.transpose(1, 2)).softmax(-1).transpose(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "x", "hint"),
     [

@@ -283,6 +283,7 @@ def test_a_plan_that_runs_the_model_itself_says_with_how_many_threads_it_was_mea
     assert Plan.from_json(plan.to_json()).measured_threads == plan.measured_threads
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 @pytest.mark.parametrize("options", [{}, {"tune": 0}, {"tune": 2}, {"tune": 0, "calibrate": True}])
 def test_planning_leaves_no_gradients_in_what_the_loss_or_the_call_has(options: dict[str, Any]) -> None:
@@ -331,6 +332,7 @@ def test_comparing_plans_leaves_no_gradients_in_what_the_loss_trains() -> None:
     assert tau.grad is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
 def test_a_step_whose_loss_has_a_temperature_is_rehearsed_and_leaves_it_no_gradient(
     schedule: str,

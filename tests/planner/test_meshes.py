@@ -48,7 +48,7 @@ def llama() -> nn.Module:
         return GroupedLlama(2, 4096, 16384).bfloat16().train()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_plan_beats_pure_data_tensor_and_pipeline_parallelism(llama: nn.Module) -> None:
     cluster = Cluster.preset("4xH100")
     free = planned(cluster, model=llama)

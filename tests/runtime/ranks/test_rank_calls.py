@@ -76,7 +76,8 @@ def test_a_loss_that_one_rank_alone_cannot_capture_is_refused_on_all(ranks: Rank
     first, second = ranks.run(loss_of_one_rank, 2)
     assert first == second
     assert re.match(
-        "InputError: ranks differ in how the loss .* rank 0: 'mean'; rank 1: 'whole' .*cannot be captured .*not here",
+        r"InputError: rank 1 failed in loss_fn 'loss_fn' \(.*rank_behaviour.py:\d+\): ValueError: not here, .* other "
+        "ranks did not",
         first,
     ), first
 

@@ -52,7 +52,7 @@ def seconds(kernels: Iterator[Kernel] | list[Kernel], device: str) -> float:
     return sum(busy_seconds(kernel, rates_of(spec), efficiency_of(spec)) for kernel in kernels)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("device", "training", "dtype", "images", "published", "source"), PUBLISHED)
 def test_resnet_50_takes_about_what_was_published(
     works: Mapping[tuple[bool, torch.dtype, int], Mapping[str, OperatorWork]],

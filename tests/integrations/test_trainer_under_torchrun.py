@@ -101,6 +101,7 @@ def test_an_example_runs_under_torchrun(name: str) -> None:
     assert all(0 < loss < 10 for loss in losses)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("setting", ["average_tokens_across_devices=False", "save_on_each_node=True"])
 def test_arguments_of_copies_are_refused(tmp_path: Path, setting: str) -> None:
     script = tmp_path / "train.py"

@@ -81,7 +81,7 @@ DEGREES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 def test_a_plan_by_hand_takes_less_than_10_kb(degrees: dict[str, Any]) -> None:
     for chunks in (1, 2, 4) if 1 < degrees["pipeline"] < 8 else (1, 2) if degrees["pipeline"] == 8 else (1,):

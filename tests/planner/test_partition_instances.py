@@ -166,7 +166,7 @@ def test_without_instances_the_benchmark_is_skipped_with_a_message(
     assert f"skipped: there is nothing to run in {tmp_path}; give --instances DIR" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_planning_time_is_written_by_case(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert main(["planning", "--quick", "--json", str(out), "--results", str(tmp_path)]) == 0

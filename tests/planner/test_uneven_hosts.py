@@ -198,7 +198,7 @@ def test_ranks_of_uneven_hosts_get_meshes_that_lie_in_them(
             assert len({hosts[rank] for rank in mesh}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("hosts", "left_out"), [([0, 0, 0, 1, 1, 1], True), ([0, 0, 1, 1], False)])
 def test_a_proof_says_which_meshes_were_left_out(
     hosts: list[int], left_out: bool, monkeypatch: pytest.MonkeyPatch

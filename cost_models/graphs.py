@@ -174,7 +174,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def may_have_gradient(tensor: torch.Tensor) -> bool:
-    """Whether it counts something that can be divided and added up: no integers and booleans."""
+    """Whether autograd may give the tensor a gradient: floating-point and complex ones, no integers or booleans."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

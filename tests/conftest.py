@@ -183,8 +183,8 @@ EVERY_TENTH_CASE = (
     "sharding/test_strategies.py",
 )
 
-# Files whose tests keep a promise for some models each: the first case runs by default, the others in the slow set;
-# where a file is above, too, those that it leaves in the default run.
+# Files whose tests keep a promise for some models each: the first case runs by default, the others in the slow set.
+# Of a file that is in EVERY_TENTH_CASE, too, every fifth case is in the slow set, and the rest are exhaustive.
 FIRST_CASE = (
     "capture/test_attention_masks.py",
     "capture/test_float32_settings.py",

@@ -93,7 +93,7 @@ class Opaque:
         if around is not None:
             if not around:
                 return None
-            # It may be inside: of an opaque part whose forward was not called, modules may have been.
+            # Code outside may call a module inside of an opaque part without calling that part itself.
             path, why = _parent(around), self.reasons[around]
         while path and not _has_forward(model.get_submodule(path)):
             path = _parent(path)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchruns
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -20,18 +19,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "trained_by_trainer.py"
 WITH_ACCELERATE = ROOT / "tests" / "support" / "saved_by_accelerate.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+IMPORTS = ("transformers.trainer", "accelerate")
 
 
 def run(*command: str, ranked: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *(TORCHRUN if ranked else []), *command],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return torchruns.run(*command, ranks=2 if ranked else None, imports=IMPORTS)
 
 
 def trained(folder: Path, model: str, *options: str, ranked: bool) -> Any:

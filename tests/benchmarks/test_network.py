@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torchruns
 
 from autopar import Plan
 from autopar.runtime.other_systems.independent import CEILING
@@ -38,12 +36,7 @@ def test_every_bandwidth_has_its_ceiling_and_ratios_in_each_round() -> None:
 def test_ranks_time_plans_and_the_ceiling_and_both_compute_the_same(tmp_path: Path) -> None:
     plan, out = tmp_path / "plan.json", tmp_path / "out.json"
     plan.write_text(REPLICAS.to_json())
-    root = str(Path(network_job.__file__).parents[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [network_job.__file__, "compare", str(out), str(ROUNDS), str(plan)]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = torchruns.run(network_job.__file__, "compare", str(out), str(ROUNDS), str(plan))
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert {name: len(taken) for name, taken in found["seconds"].items()} == {"0": ROUNDS, CEILING: ROUNDS}

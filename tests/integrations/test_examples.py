@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torchruns
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {
@@ -67,14 +68,8 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
 def test_the_example_of_many_processes_gives_the_losses_of_one() -> None:
     pytest.importorskip("transformers", reason="examples/many_processes.py needs it: pip install transformers")
     script = EXAMPLES / "many_processes.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "3"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
-    )
+    done = torchruns.run(str(script), "3")
+    assert done.returncode == 0, done.stderr
     found = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     alone = runpy.run_path(str(script), run_name="example")["main"](3)
     assert len(alone) == 3

@@ -1,60 +1,99 @@
 """Scripts under torchrun, in processes forked from one that has imported torch, autopar and transformers (forked.py).
 
 torchrun itself runs, by its own `--run-path --start-method fork`: rendezvous, environment and ends are real. Only the
-imports of three Python processes, which take longer than what such a test is about, are done once. The errors of ranks
-are printed by torchrun instead of the ranks: tests of what users see then start torchrun as users do.
+imports of three Python processes, which take longer than what such a test is about, are done once.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from forked import context
+from torch.distributed.run import main
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 250.0  # s
 
 
 def run(
-    *command: str, ranks: int | None = 2, imports: Sequence[str] = (), timeout: float = TIMEOUT
+    *command: str,
+    ranks: int | None = 2,
+    imports: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT,
 ) -> subprocess.CompletedProcess[str]:
     """The script `command` on ranks of torchrun; `ranks=None`: in one process, without torchrun.
 
-    `imports`: further modules that the script needs; the ranks are forked after they are imported.
-    Raises subprocess.TimeoutExpired.
+    `imports`: further modules that the script needs; the ranks are forked after they are imported. `env`: added to the
+    environment. Raises subprocess.TimeoutExpired.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = context().Process(target=_run, args=(command, ranks, tuple(imports), str(out), str(err)))
+        files = (str(out), str(err))
+        process = context().Process(
+            target=_run, args=(command, ranks, tuple(imports), {**os.environ, **(env or {})}, files)
+        )
         process.start()
         process.join(timeout)
-        if process.exitcode is None:
-            subprocess.run(["pkill", "-KILL", "-g", str(process.pid)], check=False)
+        late = process.exitcode is None
+        if late:
+            os.killpg(process.pid or 0, signal.SIGKILL)
             process.join()
-            raise subprocess.TimeoutExpired(command, timeout, out.read_text(), err.read_text())
-        return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
+        printed = [path.read_text() for path in (out, err)]
+        if late:
+            raise subprocess.TimeoutExpired(command, timeout, *printed)
+        return subprocess.CompletedProcess(command, process.exitcode or 0, *printed)
 
 
-def _run(command: Sequence[str], ranks: int | None, imports: Sequence[str], out: str, err: str) -> None:
+def _run(
+    command: Sequence[str], ranks: int | None, imports: Sequence[str], env: Mapping[str, str], files: Sequence[str]
+) -> None:
     os.setpgid(0, 0)
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    os.environ |= {"OMP_NUM_THREADS": "1"}
-    torch.set_num_threads(1)
+    for number, path in enumerate(files, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(env, OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)  # what OMP_NUM_THREADS does where torch is imported later
     for name in imports:
         importlib.import_module(name)
     if ranks is None:
-        sys.argv = list(command)
-        runpy.run_path(command[0], run_name="__main__")
-        return
-    from torch.distributed.run import main
+        as_main(command)
+    else:
+        torchrun(["--standalone", "--nproc-per-node", str(ranks), *command])
 
-    main(["--standalone", "--nproc-per-node", str(ranks), "--run-path", "--start-method", "fork", *command])
+
+def torchrun(arguments: Sequence[str]) -> None:
+    """torchrun, with ranks that are forked from this process."""
+    script = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
+    main(["--run-path", "--start-method", "fork", *arguments[:script], __file__, *arguments[script:]])
+
+
+def as_main(command: Sequence[str]) -> None:
+    """The script as `python script` runs it, errors and exit functions included."""
+    sys.argv = list(command)
+    sys.path.insert(0, str(Path(command[0]).parent))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # it was just raised
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()  # a process of multiprocessing ends without
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        as_main(sys.argv[1:])
+    else:
+        import preloaded  # noqa: F401
+
+        torchrun(sys.argv[1:])

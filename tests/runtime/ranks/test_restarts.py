@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torchruns
 from rank_pool import RankPool
 from restarted_training import undisturbed
 
@@ -24,7 +25,8 @@ PATIENCE = 1200.0  # s, on a busy machine
 def started(
     log: Path, *arguments: str, nodes: str = "1", ranks: int = 2, endpoint: str = "", host: bool = True
 ) -> subprocess.Popen[bytes]:
-    """torchrun in a session of its own. Without an endpoint: by itself. `host`: its process has torchrun's store."""
+    """torchrun in a session of its own, forking its ranks. Without an endpoint: by itself. `host`: its process has
+    torchrun's store."""
     alone = ["--standalone"]
     elastic = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--nnodes", nodes]
     elastic += ["--rdzv-conf", f"last_call_timeout=15,is_host={int(host)}"]
@@ -32,7 +34,7 @@ def started(
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), *arguments],
+            [sys.executable, torchruns.__file__, *options, str(SCRIPT), *arguments],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,

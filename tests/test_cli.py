@@ -210,6 +210,7 @@ def test_reports_are_written_for_a_browser(tmp_path: Path, monkeypatch: pytest.M
     assert "--html" in err
 
 
+@pytest.mark.slow
 def test_plans_by_hand_are_compared_on_a_cluster() -> None:
     arguments = ("factories:Kinds.with_loss", "--cluster", "2xH100", "--by-hand", "mine=tensor=2", "--by-hand")
     out, _ = run("compare", *arguments, "dp=data=2,zero=1", "--json")
@@ -255,6 +256,7 @@ def test_what_compare_cannot_read_is_refused_before_the_model_is_made(wrong: tup
     assert "no_such_module" not in err
 
 
+@pytest.mark.slow
 def test_saved_plans_are_compared_with_the_automatic_one() -> None:
     Plan.from_split({"0": 0, "2": 1}, n_microbatches=2).save("hand.json")
     arguments = ("factories:Kinds.with_loss", "--devices", "cpu,cpu", "--plan", "hand=hand.json", "--repeats", "1")
@@ -502,6 +504,7 @@ def test_the_version_is_printed_without_importing_torch() -> None:
     assert (done.returncode, done.stdout) == (0, f"autopar {autopar.__version__}\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_all_public_names_are_there_and_are_the_calls() -> None:
     code = (
         "import ast, inspect, autopar.plan.plan, autopar; from autopar import *; "

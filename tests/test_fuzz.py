@@ -93,6 +93,7 @@ def read(text: str) -> Plan | None:
 # -- plan files --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(many)
 @given(st.data())
 def test_a_mutated_plan_file_is_refused_or_prints_saves_and_explains_itself(data: st.DataObject) -> None:
@@ -292,6 +293,7 @@ def test_a_damaged_cache_is_no_obstacle(cache: Path, data: st.DataObject) -> Non
     cache.write_bytes(content)
 
 
+@pytest.mark.slow
 @settings(few)
 @given(st.data())
 def test_a_mutated_history_still_shows_what_can_be_read(cache: Path, data: st.DataObject) -> None:

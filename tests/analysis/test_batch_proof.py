@@ -348,6 +348,7 @@ def test_routing_to_experts_is_left_open() -> None:
     assert prove(capture(case.model(), (), case.inputs(5))).verdict == "open"
 
 
+@pytest.mark.slow
 def test_similarities_of_texts_and_images_are_refuted() -> None:
     proof = prove(capture(clip(), (), clip_inputs(4)))
     assert proof.verdict == "refuted"

@@ -253,6 +253,7 @@ class Pooled(nn.Sequential):
         super().__init__(*pooled, nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "whole"), [(3, True), (4, False), (7, False)])
 def test_micro_batches_of_one_value_per_channel_are_never_made(batch: int, whole: bool) -> None:
     model, x = Pooled(), torch.randn(batch, 3, 8, 8)
@@ -292,6 +293,7 @@ def test_replicas_of_a_stage_with_batch_norm_train_and_move_its_statistics() -> 
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_norm", ["per-microbatch", "exact"])
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 def test_planning_leaves_running_statistics_alone(batch_norm: str) -> None:
@@ -458,6 +460,7 @@ def test_routing_on_a_gpu_with_tf32_is_no_obstacle() -> None:
     assert batching.unproven
 
 
+@pytest.mark.slow
 def test_routing_by_value_is_compared_and_the_plan_says_so() -> None:
     x = torch.randn(24, 8)
     batching = studied(Routed(), x)

@@ -59,6 +59,7 @@ def by_parts(case: Case, split: LossSplit, x: torch.Tensor, target: Any, sizes: 
     return totals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
 @settings(max_examples=3, deadline=None)
 @given(

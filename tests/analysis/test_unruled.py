@@ -61,6 +61,7 @@ def test_every_operator_of_the_families_has_a_rule_but_those_known(case: Case) -
     assert not new, advice + "\n".join(f"{name}: {call}" for name, call in new.items())
 
 
+@pytest.mark.slow
 def test_what_is_known_to_have_no_rule_still_has_none() -> None:
     llama = next(case for case in CASES if case.name == "llama")
     assert set(unruled(llama)) == KNOWN

@@ -82,6 +82,7 @@ def test_a_mixture_of_experts_is_planned_and_simulated(capsys: pytest.CaptureFix
     assert row["device_hours"] == pytest.approx(row["step"] * 2 / 3600 * 1e12 / (4 * 64))
 
 
+@pytest.mark.slow
 def test_a_refused_hand_plan_says_what_contradicts(capsys: pytest.CaptureFixture[str]) -> None:
     scale.print_case("gpt_2_layers", 1, scale.BY_HAND)
     row = json.loads(capsys.readouterr().out)

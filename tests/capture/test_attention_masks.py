@@ -176,6 +176,7 @@ def test_a_model_on_another_device_is_looked_at_on_the_cpu() -> None:
         assert told(capture(Causal(), (torch.randn(4, 16, 8),), {})) == ["future"]
 
 
+@pytest.mark.slow
 def test_every_length_has_its_own_answer() -> None:
     """The third length and later ones come from one capture with symbolic sizes."""
     model = nn.Sequential(nn.Linear(8, 8), Window(), nn.Linear(8, 8))

@@ -60,6 +60,7 @@ def test_the_graph_computes_what_the_model_does_at_any_batch_size(training: bool
     assert program.batch_size == 4
 
 
+@pytest.mark.slow
 def test_parameters_are_the_models_own_under_their_own_names() -> None:
     model = gpt2()
     program = capture(model, (), {"input_ids": tokens(3)})
@@ -70,6 +71,7 @@ def test_parameters_are_the_models_own_under_their_own_names() -> None:
         assert get_attribute(program.graph_module, name).data_ptr() == own[name].data_ptr()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
     model = bert().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

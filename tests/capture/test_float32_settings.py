@@ -67,6 +67,7 @@ class WithoutCudnn(nn.Module):
             return self.a(x) if x.sum() > -1e9 else self.b(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("matmul", ["highest", "high", "medium"])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_code_that_runs_uncaptured_may_read_the_older_settings(tf32: bool, matmul: str) -> None:

@@ -256,6 +256,7 @@ def test_what_a_hook_raises_reaches_the_caller_and_the_next_call_works() -> None
     assert_same_outputs(pm(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["the model, before wrapping", "the pipelined module", "the pipelined module, late"])
 def test_the_roots_hooks_are_called_once_with_the_whole_batch(on: str) -> None:
     original, model = Model(), Model()

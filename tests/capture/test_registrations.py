@@ -225,6 +225,7 @@ def test_what_uncaptured_code_registers_at_a_later_call_is_refused_then_and_fine
     torch.testing.assert_close(pm(X + 10), model(X + 10))
 
 
+@pytest.mark.slow
 def test_a_lazy_module_of_torch_is_refused_by_name_before_its_first_call() -> None:
     model = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 6))
     for call in (autopar.plan, autopar.parallelize):
@@ -251,6 +252,7 @@ class SharedSettings(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watched", [False, True])
 def test_settings_that_modules_share_are_left_as_they_were(watched: bool) -> None:
     config = types.SimpleNamespace(kind=None, seen={"calls": []}, inner=types.SimpleNamespace(), first=1)

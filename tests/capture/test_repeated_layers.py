@@ -130,6 +130,7 @@ def test_a_reduced_graph_runs_forward_and_backward() -> None:
     assert all(s.grad is not None for s in stand_ins if s.requires_grad)
 
 
+@pytest.mark.slow
 def test_layers_traced_once_compute_what_each_traced_layer_computes() -> None:
     model, x = Stack(5), torch.randn(4, WIDTH)
     program = capture(model, (x,), {}, trace_equal_layers_once=True)
@@ -179,6 +180,7 @@ class _ReturnsResult(Stack):
         return _Result(super().forward(x))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_traced_twice_copies_the_layers_of_its_last_trace() -> None:
     model, x = _ReturnsResult(5), torch.randn(4, WIDTH)
     program = capture(model, (x,), {}, trace_equal_layers_once=True)

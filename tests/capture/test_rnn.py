@@ -109,6 +109,7 @@ def test_initial_states_are_taken_by_their_layers(kind: str) -> None:
         assert_same_bits(run(program, x=x, hx=hx), model(x, hx))
 
 
+@pytest.mark.slow
 def test_projected_states_have_widths_of_their_own() -> None:
     model = Stacked("lstm", proj_size=3, bidirectional=True)
     x, hx = inputs(model, 7), initial(model, 7)
@@ -140,6 +141,7 @@ def test_packed_sequences_are_taken_apart_too(kind: str, bidirectional: bool) ->
     assert_same_bits(*(torch.autograd.grad(sum_of_squares(r), list(rnn.parameters())) for r in results))
 
 
+@pytest.mark.slow
 def test_only_dropout_between_layers_is_random() -> None:
     program = captured(Stacked("gru", num_layers=3, dropout=0.3), 4)
     random = [node for node in compute_nodes(program.graph) if is_random(node, program.graph_module)]

@@ -194,6 +194,7 @@ def test_a_compiled_function_is_called_while_another_thread_compiles() -> None:
     assert all(isinstance(one, torch.Tensor) and not one.any() for one in seen), seen
 
 
+@pytest.mark.slow
 def test_the_seconds_of_compiling_count_backwards_and_outlive_a_reset() -> None:
     def compiled_backward() -> tuple[float, float, float]:
         layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
@@ -218,6 +219,7 @@ def test_other_classes_and_other_errors_are_not_registered() -> None:
     assert not torch_private.register_output_type(RuntimeError("<class 'no.such.Thing'> in output"), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [gpt2, t5])
 def test_caches_of_transformers_can_be_exported(build: Any) -> None:
     model, inputs = build().eval(), {"input_ids": tokens(2)}

@@ -426,6 +426,7 @@ class WithScalarPart(nn.Module):
         return part + self.b(hidden).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_parts_that_take_and_return_scalars_run_uncaptured(whole: bool) -> None:
     model, x = WithScalarPart(whole=whole), torch.randn(8, WIDTH)

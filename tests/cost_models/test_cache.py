@@ -56,6 +56,7 @@ def age(path: Path, days: float) -> None:
         connection.execute("UPDATE measurements SET created = created - ?", [days * 86400])
 
 
+@pytest.mark.slow
 @given(st.dictionaries(names, json_values, max_size=5))
 def test_what_is_put_is_found(values: dict[str, Any]) -> None:
     with MeasurementCache(Path(":memory:")) as store:
@@ -475,6 +476,7 @@ except KeyError:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.slow
 def test_a_setting_that_follows_a_general_one_follows_it_afterwards() -> None:
     script = """
 import torch

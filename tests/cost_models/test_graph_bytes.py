@@ -59,6 +59,7 @@ def test_a_pass_on_the_meta_device_counts_what_a_real_one_does(case: Case, train
     assert any(real.saved.values()) == training
 
 
+@pytest.mark.slow
 def test_dropout_is_counted_as_it_is() -> None:
     assert_same(*both_ways(bert(dropout=0.1), {"input_ids": tokens(4), "attention_mask": ragged_mask(4)}, 4, True))
 

@@ -102,6 +102,7 @@ def test_flops_of_a_model_are_those_that_torch_counts_when_it_runs(case: Case) -
     assert flops(count(program.graph_module, ROWS)) == really_counted(program, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_operator_is_handled(case: Case) -> None:
     """None falls back on the bytes of its inputs and outputs, and only what moves nothing is free."""
@@ -408,6 +409,7 @@ def test_a_kernel_takes_as_long_as_the_slower_roof_and_its_launch(
     assert kernel_seconds(kernel, Rates({torch.float32: peak}, bandwidth, 1e-6), IDEAL) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_an_estimate_sums_the_kernels_of_every_node() -> None:
     program = captured(next(case for case in CASES if case.name == "gpt2"))
     rates = Rates({torch.float32: 1e11}, 1e10, 1e-6)

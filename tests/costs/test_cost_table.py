@@ -106,6 +106,7 @@ class Block(nn.Module):
         return x + self.layers(x)
 
 
+@pytest.mark.slow
 def test_batch_norm_in_training_runs_as_one_micro_batch() -> None:
     """Outputs, gradients and running statistics are those of the plain model."""
     torch.manual_seed(0)

@@ -34,6 +34,7 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, times: FakeTimes, n_workers: int) -
     return autopar.plan(model(), ["cpu"] * n_workers, example_args=(X,), tune=0, cache=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_workers", [3, 4, 8])
 @pytest.mark.usefixtures("two_cores")
 def test_no_number_of_workers_is_faster_than_the_cores(monkeypatch: pytest.MonkeyPatch, n_workers: int) -> None:
@@ -70,6 +71,7 @@ def test_a_plan_on_more_workers_than_cores_is_priced_with_their_share(
     assert forward == pytest.approx(slower * alone)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_workers_with_cores_of_their_own_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
     times = FakeTimes()
@@ -100,6 +102,7 @@ def measured_sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return times.calls
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_what_still_disagrees_is_kept_with_its_lowest_and_said_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -119,6 +122,7 @@ def test_long_measurements_average_out_disturbances_themselves(monkeypatch: pyte
     assert len(times.calls) == len({*times.calls})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [4, 64])
 def test_a_model_of_tiny_operators_is_not_split(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Six layers of 20 us: what Python does for every action is more than what a second worker takes off."""
@@ -144,6 +148,7 @@ class SmallMemory(FakeTimes):
         return super().__call__(module, inputs, loss, rows, device, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_sizes_that_do_not_fit_are_predicted_from_those_that_do_and_the_plan_says_so(
     monkeypatch: pytest.MonkeyPatch,

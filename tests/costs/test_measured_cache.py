@@ -67,6 +67,7 @@ def values(path: Path) -> list[Any]:
         return [json.loads(text) for (text,) in connection.execute("SELECT value FROM measurements ORDER BY key")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -94,6 +95,7 @@ def test_values_of_another_shape_are_measured_again(path: Path, measurements: li
     assert measurements == []
 
 
+@pytest.mark.slow
 def test_another_setting_of_torch_is_measured_by_itself(path: Path, measurements: list[str]) -> None:
     profile()
     measurements.clear()
@@ -106,6 +108,7 @@ def test_another_setting_of_torch_is_measured_by_itself(path: Path, measurements
     assert {"measure", "measure_links", "measure_accumulate"} == set(measurements)
 
 
+@pytest.mark.slow
 def test_costs_are_those_under_the_callers_autocast(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes: list[set[torch.dtype]] = []  # of the results of operators, by pass
     real = timed_passes.run_nodes
@@ -167,6 +170,7 @@ def test_what_stages_send_under_autocast_has_its_bytes(monkeypatch: pytest.Monke
         assert [2 * nbytes for nbytes in sent()] == full
 
 
+@pytest.mark.slow
 def test_each_autocast_is_measured_by_itself_and_once(path: Path, measurements: list[str]) -> None:
     profile()
     for dtype in (torch.bfloat16, torch.float16):

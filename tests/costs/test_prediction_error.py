@@ -254,6 +254,7 @@ def hand_plan(schedule: str = "1f1b", n_microbatches: int = 4) -> Plan:
     return Plan.from_split(SPLIT, n_microbatches=n_microbatches, schedule=schedule)
 
 
+@pytest.mark.slow
 def test_every_row_of_a_comparison_is_recorded(own_history: Path) -> None:
     model = net()
     found = autopar.compare(model, ["cpu", "cpu"], {"auto": None, "hand": hand_plan()}, repeats=3, **CALL)
@@ -269,6 +270,7 @@ def test_every_row_of_a_comparison_is_recorded(own_history: Path) -> None:
         assert one.measured_memory == max(row.measured_memory.values())
 
 
+@pytest.mark.slow
 def test_every_plan_that_is_tuned_is_recorded(own_history: Path) -> None:
     pm = autopar.parallelize(net(), ["cpu", "cpu"], tune=1, candidates={"hand": hand_plan()}, **CALL)
     pm.close()
@@ -276,6 +278,7 @@ def test_every_plan_that_is_tuned_is_recorded(own_history: Path) -> None:
     assert recall()[1].schedule == "1f1b"
 
 
+@pytest.mark.slow
 def test_without_the_cache_nothing_is_recorded(own_history: Path) -> None:
     autopar.compare(net(), ["cpu"], repeats=1, cache=False, **CALL)
     pm = autopar.parallelize(net(), ["cpu", "cpu"], cache=False, tune=1, **CALL)
@@ -285,6 +288,7 @@ def test_without_the_cache_nothing_is_recorded(own_history: Path) -> None:
     assert not own_history.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:measurement cache")
 def test_a_comparison_needs_no_place_to_record_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -73,6 +73,7 @@ def test_a_loop_trains_as_with_the_plain_model(precision: str, tmp_path: Path) -
     assert len(pm.stages) == 2
 
 
+@pytest.mark.slow
 def test_what_accelerate_unwraps_is_the_pipelined_module() -> None:
     """With mixed precision, Accelerate replaces `forward`, and looks through its wrappers to undo that."""
     pm = pipelined(gpt2(), {"transformer.h.0": 0, "transformer.h.1": 1})

@@ -147,6 +147,7 @@ def test_a_cumulative_mean_over_batches_is_one(affine: bool) -> None:
     assert not affine or model[0].weight.grad is not None
 
 
+@pytest.mark.slow
 def test_a_cumulative_mean_is_planned_at_hand_ahead_and_by_hand() -> None:
     """torch refuses one value per channel, also where the graph does not record that a sample has no more."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 2))
@@ -196,6 +197,7 @@ def test_moments_of_parts_merge_to_those_of_all(sizes: list[int], seed: int) -> 
         torch.testing.assert_close(var, values.var(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_batch_is_counted_once_whichever_stage_has_the_counting_operator(stage: int) -> None:
     original = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))

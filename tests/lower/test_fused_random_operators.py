@@ -83,6 +83,7 @@ def test_the_same_seed_gives_the_same_bits_whatever_threads_do(name: str, replic
     pm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("how", ["loss.backward", "train_step"])
 def test_a_step_takes_one_number_from_the_callers_generator(how: str) -> None:
@@ -101,6 +102,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*[RandomLayer() for _ in range(4)])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("modes", [(mode, other) for mode in RECOMPUTE for other in ("none", mode)], ids="+".join)
@@ -188,6 +190,7 @@ def test_a_failing_operator_gives_the_generator_back() -> None:
         dropout(torch.ones(3), 0.5)  # the lock is free
 
 
+@pytest.mark.slow
 def test_a_stage_that_draws_nothing_leaves_the_global_generators_alone_where_its_layers_run_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

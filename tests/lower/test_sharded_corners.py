@@ -136,6 +136,7 @@ def test_a_weight_that_two_stages_share_has_one_gradient(meshes: Meshes, schedul
         assert_same_step(model, pm, x, tolerance=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
 def test_hooks_that_change_values_and_gradients_do_so(mesh: tuple[int, ...]) -> None:
     model, x = Twice().double(), words()
@@ -266,6 +267,7 @@ def test_the_mean_loss_of_a_step_weighs_samples_alike(meshes: Meshes) -> None:
     assert_same_gradients(gradients(model), gradients(original), 1e-9)
 
 
+@pytest.mark.slow
 @each_mesh
 def test_other_lengths_run_by_the_same_plan(meshes: Meshes) -> None:
     """Every device does all of what cannot be cut any more."""

@@ -68,6 +68,7 @@ def test_any_strategies_give_the_originals_outputs_and_gradients(graph: str, mes
     assert_same_step(model, pipelined(model, one_stage(capture(model, (x,), {}), sharding)), x, tolerance=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("graph", ["attention", "tied", "in place"])
 def test_so_do_any_strategies_where_gathered_tensors_are_kept_as_shards(graph: str, mesh: tuple[int, ...]) -> None:
@@ -294,6 +295,7 @@ def test_hooks_of_modules_run_once_a_microbatch() -> None:
     assert seen == {("forward", 12): 1, ("backward", 12): 1, ("forward", 6): 2, ("backward", 6): 2}
 
 
+@pytest.mark.slow
 def test_batches_of_any_size_run() -> None:
     model, x = Attention().double(), torch.randn(16, 12, 24, dtype=torch.float64)
     program = capture(model, (x[:8],), {})

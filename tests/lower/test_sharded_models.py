@@ -112,6 +112,7 @@ def test_chosen_strategies_give_the_originals_outputs_and_gradients(name: str, m
     assert_same_step(model, pipelined(model, plan), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), ANY, ids=str)
 def test_any_strategies_give_the_originals_outputs_and_gradients(name: str, mesh: tuple[int, ...]) -> None:
     _, model, inputs, program = case_of(name)

@@ -48,6 +48,7 @@ def runs_alike(module: fx.GraphModule, *flat: torch.Tensor) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_positions_and_masks_of_language_models_leave_the_graph(build: Callable[[], nn.Module]) -> None:
     module = graph_of(build().train(), tokens(4))

@@ -80,6 +80,7 @@ def test_an_edited_plan_still_records_what_it_was_priced_with() -> None:
     assert priced(edited).predicted_step_time == pytest.approx(wanted.predicted_step_time, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_other_options_of_the_call_count_and_a_sentence_says_so() -> None:
     plan = planned(launch="eager-functions", optimizer="sgd")
     other = priced(plan, launch="eager", optimizer="adamw")
@@ -92,6 +93,7 @@ def test_other_options_of_the_call_count_and_a_sentence_says_so() -> None:
     assert back.predicted_step_time == pytest.approx(plan.predicted_step_time, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_plans_by_hand_record_them_and_the_text_and_the_difference_show_them() -> None:
     how: dict[str, Any] = {"launch": "compiled", "overlap": "none"}
     plan = Plan.by_hand(layers(), CLUSTER, **CALL, pipeline=2, micro_batch=4, **how)
@@ -106,6 +108,7 @@ def test_plans_by_hand_record_them_and_the_text_and_the_difference_show_them() -
     assert "launch=eager" in str(difference)
 
 
+@pytest.mark.slow
 def test_a_comparison_prices_each_plan_as_it_records() -> None:
     plans = {"slow": planned(launch="eager-functions"), "fast": planned(launch="cuda-graphs")}
     compared = autopar.compare(layers(), CLUSTER, dict(plans), **CALL)
@@ -114,6 +117,7 @@ def test_a_comparison_prices_each_plan_as_it_records() -> None:
     assert "launch=cuda-graphs" in str(compared)
 
 
+@pytest.mark.slow
 def test_a_file_from_before_assumptions_were_recorded_still_loads() -> None:
     data = json.loads(planned().to_json())
     del data["assumed"]

@@ -80,6 +80,7 @@ def test_a_moved_layer_is_priced_on_its_new_stage(path: str) -> None:
     assert plan.move(path, stage=1) is plan, "it is there"
 
 
+@pytest.mark.slow
 def test_layers_in_a_row_and_single_operators_move() -> None:
     plan = priced(3)
     found = plan.move("layers.2-3", stage=1).move("layers.1", stage=1)
@@ -339,6 +340,7 @@ def decided(plan: Plan) -> list[Any]:
     return [None if one is None else (one.mesh, dict(one.texts[0]), dict(one.texts[1])) for one in cut]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_makes_a_mesh_of_the_replicas_of_a_stage_as_a_plan_by_hand_has_it(zero: int) -> None:
     model, example = call()
@@ -361,6 +363,7 @@ def test_zero_leaves_a_stage_of_one_device_as_it_is() -> None:
     assert found.predicted_step_time is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_microbatches", [1, 2, 4])
 def test_zero_keeps_the_number_of_micro_batches_that_is_given_beside_it(n_microbatches: int) -> None:
     model, example = call()

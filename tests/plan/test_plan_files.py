@@ -168,6 +168,7 @@ def test_what_is_read_is_what_was_written(plan: Plan) -> None:
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_equal_layers_share_an_entry() -> None:
     data = json.loads(layered_plan().to_json())
     assert [stage["operators"] for stage in data["stages"]] == [[f"model.layers.{4 * s}-{4 * s + 3}"] for s in range(4)]

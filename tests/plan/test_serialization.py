@@ -325,6 +325,7 @@ def test_a_number_that_no_float_holds_is_refused_by_its_place(value: str) -> Non
         Plan.from_json(text.replace('data",8,1.0', f'data",8,{value}'))
 
 
+@pytest.mark.slow
 def test_loading_compares_every_name_with_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
     n, most = 20_000, 100_000
     comparisons = 0
@@ -384,6 +385,7 @@ def edited(plan: Plan, edit: Callable[[Data], object]) -> Plan:
     return Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     [
@@ -508,6 +510,7 @@ class WritesTwice(nn.Module):
         return h + middle + left.cos().repeat(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("kind", [SplitsAndWrites, WritesEarly, WritesTwice])
 def test_every_cut_of_the_operators_is_exact_or_refused(kind: type[nn.Module], schedule: str) -> None:

@@ -98,6 +98,7 @@ def test_no_partition_with_a_cut_is_better_than_the_bound_of_the_cut(problem: Pr
         assert bound <= best[inside] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(problems(most=5), st.sampled_from([1.0, 0.7, math.inf]))
 def test_chains_bound_each_cut_by_the_best_plan_that_has_it(problem: Problem, share: float) -> None:
@@ -128,6 +129,7 @@ def test_chains_bound_each_cut_by_the_best_plan_that_has_it(problem: Problem, sh
             assert bound <= least * (1 + 1e-9), inside
 
 
+@pytest.mark.slow
 def test_parallel_branches_are_split_as_well_as_possible_and_proven_so() -> None:
     """Thousands of cuts: each of the modules has 125, and only those near equal parts of the work matter."""
     rng = np.random.default_rng(0)

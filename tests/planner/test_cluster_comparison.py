@@ -91,6 +91,7 @@ def test_a_plan_that_does_not_fit_is_said_and_not_the_fastest() -> None:
     assert "whole does not fit: it needs" in str(result)
 
 
+@pytest.mark.slow
 def test_each_stage_has_to_fit_its_own_devices_and_no_others() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(16_384, 16_384, bias=False) for _ in range(4)))
@@ -139,6 +140,7 @@ def test_plans_by_hand_are_shown_where_no_plan_of_the_search_fits(tmp_path: Path
         autopar.compare(model, cluster, **call)
 
 
+@pytest.mark.slow
 def test_the_text_and_the_json_hold_every_plan() -> None:
     cluster = Cluster.preset("2xH100")
     hand = Plan.by_hand(mlp(), cluster, tensor=2, **CALL)

@@ -213,6 +213,7 @@ def test_a_refusal_says_where_no_degrees_fit() -> None:
     assert refusal.endswith("\n  no degrees fit the model, 5 devices and the batch of 8 samples")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "changes"),
     [
@@ -249,6 +250,7 @@ def test_a_model_without_layers_has_nothing_to_divide() -> None:
         Plan.by_hand(nn.Identity(), Cluster.preset("8xH100"), example_args=(torch.zeros(8, 4),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "changes"),
     [(3, {"tensor": 1, "pipeline": 3}), (6, {"tensor": 2, "pipeline": 3}), (12, {"tensor": 4, "pipeline": 3})],
@@ -263,6 +265,7 @@ def test_a_proposed_tensor_degree_divides_the_devices_too(devices: int, changes:
     assert by_hand(cluster, **changes).devices == tuple(device.name for device in cluster.devices)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_step_alone_is_an_input_error() -> None:
     with pytest.raises(InputError, match=r"^launch must be one of .*, got 'slow'$"):
         by_hand(Cluster.preset("2xH100"), tensor=2, launch="slow")

@@ -74,6 +74,7 @@ def by_hand(devices: Any, model: nn.Module | None = None, **degrees: Any) -> Pla
     return Plan.by_hand(model or Language(), devices, example_args=(tokens(),), **degrees)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "devices"),
     [

@@ -123,6 +123,7 @@ def test_meshes_of_any_widths_lie_evenly_in_their_nodes_and_leave_no_device_unus
     assert sorted(taken) == list(range(n))
 
 
+@pytest.mark.slow
 def test_two_of_three_devices_may_share_an_operator() -> None:
     """Three devices cannot cut it evenly, and no single one holds it with its gradient and optimizer state."""
     case = Case((2048, 2048), 4, 16, "3xT4", 1, 0.7 * 16 * 2048 * 2048, step=False)
@@ -157,6 +158,7 @@ def test_nodes_of_mixed_kinds_are_no_slower_than_one_of_them_or_a_limit(case: Ca
     assert step <= step_time(case.plan(n_microbatches=1)) * SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [True, False])
 @pytest.mark.parametrize("node", ["1xA100-80", "2xA100-80"])
 def test_a_plan_is_found_again_with_the_memory_that_it_needs(node: str, step: bool) -> None:
@@ -168,6 +170,7 @@ def test_a_plan_is_found_again_with_the_memory_that_it_needs(node: str, step: bo
     assert step_time(dataclasses.replace(case, memory=peak).plan()) <= step_time(plan) * SAME
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_prime_number_of_samples_is_split_where_that_is_faster() -> None:
     case = Case((2048, 2048, 2048), 31, 1024, "4xT4", 1, None, step=False)
     plan = case.plan()

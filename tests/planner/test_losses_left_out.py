@@ -37,6 +37,7 @@ def notes_of(plan: Plan) -> list[str]:
     return [note for note in plan.notes if note.startswith("predictions leave out the loss")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "target", "why"),
     [

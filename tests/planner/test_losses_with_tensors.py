@@ -95,6 +95,7 @@ def prices(plan: Plan) -> tuple[Any, ...]:
     return plan.predicted_step_time, [stage.peak_memory for stage in plan.stages], plan.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "rows"),
     [*((name, by_hand, rows) for name in LOSSES for rows in (8, 1)), ("class weights", searched, 8)],

@@ -150,6 +150,7 @@ def test_a_plan_of_meshes_runs_and_has_the_original_gradients(name: str, shards:
     assert_runs_like_the_model(ahead, model, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(2, 1), (1, 2), (1, 2, 1)])
 def test_stages_of_different_widths_run_and_have_the_original_gradients(widths: tuple[int, ...]) -> None:
     case = next(case for case in CASES if case.name == "gpt2")

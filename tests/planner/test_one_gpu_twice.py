@@ -103,6 +103,7 @@ def two_stages(names: tuple[str, ...], n_microbatches: int = 4) -> Plan:
     return Plan.from_split({"0": 0, "4": 1}, n_microbatches=n_microbatches, schedule="1f1b", devices=devices)
 
 
+@pytest.mark.slow
 def test_two_stages_on_one_gpu_take_the_work_of_both(example: Example, costs: Any) -> None:
     shared = predict_plan(two_stages(ONE_GPU), example, costs(ONE_GPU), CONDITIONS)
     apart = predict_plan(two_stages(TWO_GPUS), example, costs(TWO_GPUS), CONDITIONS)
@@ -127,6 +128,7 @@ def test_replicas_on_one_gpu_take_the_work_of_both(example: Example, costs: Any)
     assert shared.predicted_step_time > shared.single_device_time
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_its_workers_share(example: Example, costs: Any) -> None:
     both = predict_plan(two_stages(ONE_GPU), example, costs(ONE_GPU), CONDITIONS)
     again = predict_plan(both, example, costs(ONE_GPU), CONDITIONS)
@@ -138,6 +140,7 @@ def test_a_plan_says_what_its_workers_share(example: Example, costs: Any) -> Non
     assert "share" not in plan_text(apart)
 
 
+@pytest.mark.slow
 def test_the_search_uses_one_worker_of_a_gpu_with_all_its_memory(example: Example, costs: Any) -> None:
     example, search = search_options(example, PlanOptions(optimizer="none"), 2)
     plan = make_plan(costs(ONE_GPU), search)
@@ -156,6 +159,7 @@ def test_the_search_uses_one_worker_of_a_gpu_with_all_its_memory(example: Exampl
     assert make_plan(tight, search).used_devices == ("cuda:0",)
 
 
+@pytest.mark.slow
 def test_stages_that_hints_pin_stay_apart_on_one_gpu(costs: Any) -> None:
     model = layers()
     autopar.pipeline_stage(model[0], 0)

@@ -40,6 +40,7 @@ def least_objective(problem: Problem, counts: tuple[int, ...]) -> float:
     return min((objective(problem, s) for s in fitting), default=math.inf)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(50), deadline=None)
 @given(problems())
 def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -> None:
@@ -226,6 +227,7 @@ def test_infeasibility_is_explained_by_the_least_lack_of_memory(problem: Problem
         assert found.available == problem.kinds[found.stage.kind].memory
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25), deadline=None)
 @given(problems())
 def test_the_largest_stage_alone_may_be_the_objective(problem: Problem) -> None:

@@ -84,6 +84,7 @@ def training_graphs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(training_graphs(), st.integers(2, 6), st.sampled_from([0, 100_000]))
 def test_a_training_graph_is_never_split_worse_than_along_one_order(

@@ -294,6 +294,7 @@ def test_samples_that_meet_keep_the_batch_whole_without_values_too() -> None:
     assert any("matmul" in note or "mm" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_cluster_estimates_every_operator() -> None:
     slow, fast = (
         autopar.profile(on_meta(gpt2), Cluster.preset(name, 2), example_kwargs=call_of(gpt2))
@@ -325,6 +326,7 @@ def test_a_profile_tells_what_a_training_step_has_in_memory() -> None:
         autopar.profile(model.eval(), ["cpu"], optimizer="sgd", example_kwargs=call_of(gpt2))
 
 
+@pytest.mark.slow
 def test_replicas_of_a_cluster_reduce_their_gradients_as_its_network_does() -> None:
     cluster = Cluster.preset("8xH100")
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))

@@ -103,6 +103,7 @@ def test_hooks_of_parameters_see_one_gradient_a_step() -> None:
     assert sorted(calls) == sorted(name for name, _ in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_stage_that_recomputes_holds_the_activations_of_one_micro_batch() -> None:
     n_microbatches, depth, rows, width = 4, 12, 512, 16  # all parameters are less than one activation
 

@@ -274,6 +274,7 @@ def test_workers_hold_what_stages_state(data: st.DataObject) -> None:
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_layers_are_the_calls_of_repeated_modules() -> None:
     with torch.device("meta"):
         example = example_ahead(Model(3).train(), (torch.empty(*X[0].shape),), {}, batch_dim=None)

@@ -59,6 +59,7 @@ def only(monkeypatch: pytest.MonkeyPatch, schedule: str, width: int, replicas: i
     monkeypatch.setattr(Searching, "_solve", on_all_devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "width", "replicas", "chunks"),
     [
@@ -138,6 +139,7 @@ def test_hand_plans_under_these_schedules_have_the_gradients_of_the_model() -> N
         pm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "waits"), [({"tensor": 2}, False), ({"data": 2, "zero": 2}, True)])
 def test_a_split_backward_delays_collectives_of_gradients_of_parameters_alone(
     degrees: dict[str, Any], waits: bool

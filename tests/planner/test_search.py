@@ -51,6 +51,7 @@ def work(plan: Plan) -> list[float]:
     return [(s.forward_time or 0.0) + (s.backward_time or 0.0) for s in plan.stages]
 
 
+@pytest.mark.slow
 def test_the_same_costs_give_the_same_plan() -> None:
     assert make_plan(costs_of(), STEP) == make_plan(costs_of(), STEP)
 
@@ -74,6 +75,7 @@ def test_a_faster_device_gets_more_of_the_model_wherever_it_stands() -> None:
         assert share["b:0"] > 1.5 * share["a:0"]
 
 
+@pytest.mark.slow
 def test_a_device_with_little_memory_gets_what_fits() -> None:
     costs = costs_of(8, (1, 1), batch=4)
     devices = (dataclasses.replace(costs.devices[0], memory=int(1.2e9)), costs.devices[1])
@@ -213,6 +215,7 @@ def uneven(costs: CostGraph, factors: np.ndarray) -> CostGraph:
     return dataclasses.replace(costs, tables=tuple(tables))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(20), deadline=None)
 @given(data=st.data())
 def test_of_all_cuts_in_two_the_one_with_the_shortest_step_is_found(data: st.DataObject) -> None:
@@ -470,6 +473,7 @@ def sped_up(costs: CostGraph, factor: float) -> CostGraph:
     return dataclasses.replace(costs, tables=tables)
 
 
+@pytest.mark.slow
 def test_operators_too_small_to_gain_from_a_second_device_are_run_on_one_and_the_plan_says_why() -> None:
     large = make_plan(costs_of(), STEP)
     assert len(large.used_devices) == 2

@@ -241,6 +241,7 @@ def test_a_stage_recomputes_all_of_its_forward_or_attention_alone() -> None:
         Plan.from_split({"layers": 0, "mlps": 1}, n_microbatches=2, selective=[5])
 
 
+@pytest.mark.slow
 def test_a_plan_of_before_selective_recomputation_loads() -> None:
     plan = plan_with("full", {})
     data = json.loads(plan.to_json())
@@ -268,6 +269,7 @@ def test_the_search_recomputes_attention_where_that_is_faster_than_all_and_less_
     assert plan.predicted_step_time == pytest.approx(again.predicted_step_time, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("m", [2, 4])
 def test_the_objective_of_a_stage_that_recomputes_attention_is_its_simulated_step(schedule: str, m: int) -> None:

@@ -189,6 +189,7 @@ def without_hints(model: nn.Module) -> nn.Module:
     return alone
 
 
+@pytest.mark.slow
 def test_every_hint_is_planned_for_machines_that_are_not_here() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(autopar.shard(Block(), in_strategy=((4, 1),)) for _ in range(3)))

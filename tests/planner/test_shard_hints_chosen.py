@@ -22,6 +22,7 @@ from autopar.sharding.mesh import make_mesh
 # -- what hints request is chosen -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(6), deadline=None)
 @given(st.sampled_from([s for s in itertools.product((1, 2, 4), repeat=3) if math.prod(s) in (2, 4)]))
 def test_a_single_operator_reads_its_operands_as_asked(parts: tuple[int, int, int]) -> None:

@@ -50,6 +50,7 @@ def test_every_stage_has_as_many_devices_and_does_as_asked(n_devices: int) -> No
     assert second["2/alias#0"] == second["2/alias#1"] == "S0 -> S0"
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_saved_follows_the_hints_and_others_do_not() -> None:
     model, x = pinned(0, 1), torch.randn(8, 12)
     autopar.shard(model[1].up, ((2, 1),))
@@ -69,6 +70,7 @@ def test_meshes_by_names_are_those_of_a_stage() -> None:
     assert [stage.sharding.axes for stage in plan.stages if stage.sharding is not None] == [("dp", "mp")] * 2
 
 
+@pytest.mark.slow
 def test_microbatches_are_those_asked_for_or_as_many_as_come_apart() -> None:
     def found(batch: int, **options: Any) -> int:
         model = pinned(0, 1)

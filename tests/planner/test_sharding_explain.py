@@ -31,6 +31,7 @@ def explained(plan: Plan, path: str) -> InsideExplained:
 PATHS = {"mlp": "up", "gpt2": "model.transformer.h.1.mlp.c_fc/addmm", "llama": "model.model.layers.1.mlp.down_proj"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATHS)
 def test_with_a_strategy_given_the_whole_takes_what_choosing_anew_finds(name: str) -> None:
     plan, problem, found, keys, _ = chosen(name)
@@ -119,6 +120,7 @@ def test_an_unknown_path_is_refused_with_names_close_to_it() -> None:
         Plan.from_split({"a": 0}, n_microbatches=1).explain("a")
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_tells_what_its_own_numbers_say_of_an_operator() -> None:
     plan = chosen("llama")[0]
     loaded = Plan.from_json(plan.to_json())

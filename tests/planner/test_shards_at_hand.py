@@ -154,6 +154,7 @@ def test_every_model_on_a_searched_mesh_has_its_outputs_and_gradients_and_one_pr
     pm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"n_microbatches": 4}, {"max_replicas": 1}, {"schedule": "1f1b"}], ids=str)
 def test_meshes_keep_the_other_limits(options: dict[str, Any]) -> None:
     plan = autopar.plan(big_layer(), DEVICES, **CALL, **SHORT, **options, max_shards=2, tune=0)
@@ -163,6 +164,7 @@ def test_meshes_keep_the_other_limits(options: dict[str, Any]) -> None:
     assert all(stage.replicas <= options.get("max_replicas", 4) for stage in plan.stages)
 
 
+@pytest.mark.slow
 def test_a_saved_plan_with_meshes_is_the_same_after_loading_and_runs(tmp_path: Any) -> None:
     model, x = big_layer(), CALL["example_args"][0]
     plan = autopar.plan(model, DEVICES, **CALL, **SHORT, max_shards=2, tune=0)
@@ -175,6 +177,7 @@ def test_a_saved_plan_with_meshes_is_the_same_after_loading_and_runs(tmp_path: A
     pm.close()
 
 
+@pytest.mark.slow
 def test_a_plan_with_meshes_prints_and_explains_its_strategies() -> None:
     plan = autopar.plan(big_layer(), DEVICES, **CALL, **SHORT, max_shards=2, tune=0)
     stage = next(number for number, one in enumerate(plan.stages) if one.shards == 2)
@@ -183,6 +186,7 @@ def test_a_plan_with_meshes_prints_and_explains_its_strategies() -> None:
     assert "bottleneck" in str(plan.explain())
 
 
+@pytest.mark.slow
 def test_costs_that_know_meshes_from_a_search_can_be_searched_again() -> None:
     devices = parse_devices(DEVICES)
     example = capture_example(
@@ -200,6 +204,7 @@ def test_costs_that_know_meshes_from_a_search_can_be_searched_again() -> None:
         assert all(config.least_width == 1 for config in again.configs(2, device_counts))
 
 
+@pytest.mark.slow
 def test_an_edited_plan_with_meshes_is_priced_as_what_it_has_become() -> None:
     plan = autopar.plan(big_layer(), DEVICES, **CALL, **SHORT, max_shards=2, tune=0, n_microbatches=1)
     other = autopar.plan(big_layer(), DEVICES, **CALL, plan=plan.with_decision("for the test", n_microbatches=2))
@@ -279,6 +284,7 @@ def test_a_shard_takes_its_part_of_the_measured_operator_and_whole_ones_all_of_i
         assert all(0 < seconds <= n * measured * (1 + 1e-9) for seconds in parts)
 
 
+@pytest.mark.slow
 def test_collectives_are_measured_as_the_runtime_does_them() -> None:
     devices = parse_devices(DEVICES)
     example = capture_example(
@@ -314,6 +320,7 @@ def test_what_prices_shards_is_measured_once(monkeypatch: pytest.MonkeyPatch) ->
         autopar.plan(big_layer(), DEVICES, **CALL, **SHORT, max_shards=2, tune=0, cache=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_meshes")
 def test_one_thread_launches_the_kernels_of_all_devices_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {**CALL, "max_shards": 4, "tune": 0, "n_microbatches": 1}
@@ -355,6 +362,7 @@ def test_a_plan_with_shards_that_is_slower_in_truth_is_not_followed(monkeypatch:
     assert set(shards(plan)) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_meshes")
 def test_the_best_plan_without_shards_runs_beside_the_one_with_shards() -> None:
     devices = parse_devices(["cpu", "cpu"])
@@ -376,6 +384,7 @@ def test_the_best_plan_without_shards_runs_beside_the_one_with_shards() -> None:
 # -- hints, wrong values ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hints_keep_working_and_contradict_fewer_shards_than_they_ask_for() -> None:
     model = big_layer()
     autopar.shard(model[2], in_strategy=((1, 1),), parameter_plan={"weight": (2, 1)})

@@ -223,6 +223,7 @@ def test_a_cpu_launches_its_kernels_itself() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fused", "foreach", "for-loop"])
 def test_a_step_ends_with_the_optimizer(how: Any) -> None:
     model = deep(1024, 10)
@@ -337,6 +338,7 @@ def test_norms_in_float32_stay_as_they_are_beside_bfloat16() -> None:
     assert recipe.precision_of(torch.bfloat16) == PRECISIONS["bf16-mixed"]
 
 
+@pytest.mark.slow
 def test_a_precision_of_another_dtype_is_refused() -> None:
     with pytest.raises(InputError, match=r"is for parameters in torch.bfloat16, but the model's are in torch.float32"):
         autopar.plan(deep(), ONE, **call(), precision="bf16-mixed")
@@ -441,6 +443,7 @@ def test_one_device_compares_with_the_same_step() -> None:
     assert plan.single_device_time == pytest.approx(step_time(plan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_compiled_models_of_every_family_are_priced_below_eager_ones(case: Any) -> None:
     example = example_ahead(case.model().eval(), (), case.inputs(4), batch_dim=None)

@@ -106,6 +106,7 @@ def test_attention_of_large_weights_is_split_by_heads() -> None:
     assert strategies["linear3"].axes == ("k",)
 
 
+@pytest.mark.slow
 def test_a_llama_of_grouped_heads_is_split_by_heads_columns_and_vocabulary() -> None:
     cluster = Cluster.preset("8xH100")
     ids = torch.empty(2, 512, dtype=torch.long, device=META)
@@ -365,6 +366,7 @@ def test_a_layer_that_stands_for_equal_ones_costs_what_they_cost(mesh: tuple[int
     assert one.nbytes == pytest.approx(every.nbytes)
 
 
+@pytest.mark.slow
 def test_every_collective_is_paid_for() -> None:
     """The seconds are those of the kernels and of the collectives that are listed, counted anew."""
     cluster = Cluster.preset("8xH100")

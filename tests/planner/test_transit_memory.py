@@ -72,6 +72,7 @@ def step_of(model: nn.Module, plan: Plan, x: torch.Tensor) -> _Step:
     return _Step(costs, costs.rehearsal, atoms, arrangement, Conditions("none", loss_inside=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_exports")
 @pytest.mark.parametrize("name", PLANS)
 def test_the_planner_counts_what_the_runtime_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,7 @@ def test_hosts_of_ranks_become_nodes_whatever_their_sizes_and_order(hosts: list[
     assert (everyone.nodes, everyone.per_node, everyone.uneven) in shapes
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_what_they_send_over_nccl() -> None:
     """Over gloo, messages travel while ranks compute."""
     devices = parse_devices(["cpu"] * 2)

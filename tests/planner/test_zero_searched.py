@@ -37,6 +37,7 @@ def stored(plan: Plan) -> list[Stored]:
     return [one for stage in plan.stages if stage.sharding is not None for _, one in stage.sharding.parameters]
 
 
+@pytest.mark.slow
 def test_the_state_is_divided_where_the_optimizer_then_steps_faster() -> None:
     plans = [planned(Cluster.preset("2xT4"), rows=1024, n_microbatches=1, optimizer=name) for name in ("adamw", "none")]
     adam, none = ([one.state != one.layout for one in stored(plan)] for plan in plans)

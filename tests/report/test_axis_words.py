@@ -32,6 +32,7 @@ class Recurrent(nn.Module):
         return y + self.attention(y, y, y, need_weights=False)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "degrees", "said"),
     [

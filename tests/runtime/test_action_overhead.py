@@ -183,6 +183,7 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target)
 
 
+@pytest.mark.slow
 def test_tiny_operators_stay_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny, large = (planned(monkeypatch, per_row) for per_row in (2e-6, 1e-3))
     assert len(tiny.used_devices) == 1

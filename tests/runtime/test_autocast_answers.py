@@ -112,6 +112,7 @@ def test_a_model_that_asks_is_captured_once_for_each_answer_and_any_other_once()
         pm.close()
 
 
+@pytest.mark.slow
 def test_a_model_on_the_cpu_learns_of_the_autocast_of_the_gpus_that_it_will_run_on() -> None:
     x = torch.randn(4, 6, 8)
     for types, autocast, asked in (

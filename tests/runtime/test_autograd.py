@@ -314,6 +314,7 @@ def test_forwards_without_backward_do_not_pile_up() -> None:
     assert not any(later > earlier for earlier, later in itertools.pairwise(counts)), counts
 
 
+@pytest.mark.slow
 def test_an_output_that_is_dropped_frees_its_activations_without_the_garbage_collector() -> None:
     pm, x = pipelined(mlp(width=64)), torch.randn(5, 64)
 

@@ -200,6 +200,7 @@ class TimeFirst(nn.Module):
         return self.b(self.a(x)[0][-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_dim", [1, {"x": 1}], ids=["for all", "by name"])
 def test_samples_in_another_dimension_train_like_the_original_whatever_their_number(batch_dim: Any) -> None:
     pm = pipelined(TimeFirst(), batch_dim=batch_dim)

@@ -123,6 +123,7 @@ def test_all_seconds_of_a_plan_are_scaled_and_its_decision_stays(factor: float, 
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 @pytest.mark.parametrize("fastest", ["automatic", "without replicas", "plain model"])
 def test_a_tuned_plan_is_scaled_by_the_plain_model_that_ran_beside_it(
@@ -185,6 +186,7 @@ def test_on_request_the_whole_model_runs_and_nothing_else(monkeypatch: pytest.Mo
     assert not any(note.startswith("predictions scaled") for note in again.notes)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_split_is_measured_on_one_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({}, monkeypatch)
 

@@ -65,6 +65,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CHANGES)
 def test_a_change_between_calls_counts_and_is_named(path: str) -> None:
     model, x = Model(), torch.randn(7, 8)
@@ -114,6 +115,7 @@ def test_what_the_models_code_keeps_in_a_list_is_named_and_left_as_it_was() -> N
             torch.testing.assert_close(pm(x), model(x))  # the plain model's list grows, which is no change
 
 
+@pytest.mark.slow
 def test_a_model_that_counts_its_calls_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting(Model):
         calls = 0

@@ -135,6 +135,7 @@ def compared() -> tuple[Comparison, Mapping[str, object], Mapping[str, object]]:
 Compared = tuple[Comparison, Mapping[str, object], Mapping[str, object]]
 
 
+@pytest.mark.slow
 def test_a_comparison_leaves_the_model_and_its_surroundings_as_they_were(compared: Compared) -> None:
     _, before, after = compared
     assert before.keys() == after.keys()
@@ -273,6 +274,7 @@ def test_a_comparison_without_plans_has_the_rows_of_other_systems() -> None:
         compared["auto"]
 
 
+@pytest.mark.slow
 def test_a_plan_under_two_names_runs_once_and_plans_by_hand_say_what_they_are(capsys: Any) -> None:
     both = Plan.from_split({"": 0}, n_microbatches=2, schedule="gpipe", devices=[["cpu:0", "cpu:1"]])
     listed = Plan.from_split({"body": 0, "head": 0}, n_microbatches=2, devices=[["cpu:0", "cpu:1"]])

@@ -55,6 +55,7 @@ def assert_compiled_is_the_same(schedule: str, backend: bool | str, recompute: b
     torch.testing.assert_close(compiled_[2], plain[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_stages_give_the_same_numbers_dropout_included(schedule: str, recompute: bool) -> None:
@@ -196,6 +197,7 @@ class Layered(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_that_run_again_stay_as_they_are_and_say_so() -> None:
     torch.manual_seed(0)
     model, found, said = Layered(), [], []

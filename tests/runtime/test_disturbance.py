@@ -171,6 +171,7 @@ def test_one_device_means_the_threads_of_a_worker_whatever_the_caller_has_set(
         assert len(recall()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 def test_predictions_are_not_scaled_by_the_steps_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({"plain model on cpu:0": 90.0, "plain model on 2 devices": 2.0}, monkeypatch)

@@ -132,6 +132,7 @@ class Optional(nn.Module):
         return self.b(h)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the model fixes:autopar.AutoparWarning")
 @pytest.mark.parametrize("order", ["mask none", "none mask", "int none mask", "mask int", "mask row"])
 def test_an_optional_argument_may_be_a_tensor_a_number_or_none_in_any_order(order: str) -> None:
@@ -165,6 +166,7 @@ def test_train_steps_of_changing_lengths_are_exact(traced: list[str]) -> None:
     assert traced == ["examine", "capture_symbolic"]
 
 
+@pytest.mark.slow
 def test_a_length_beyond_what_the_model_takes_fails_as_the_model_does() -> None:
     pm, original = pair(Tagger(), dynamic=True)
     assert_same_step(pm, original, ids(4, 6))
@@ -215,6 +217,7 @@ class FixedWidth(nn.Module):
         return h * 2 if x.shape[2] == 12 else h
 
 
+@pytest.mark.slow
 def test_what_the_model_fixes_is_said_once_and_stays_exact(traced: list[str]) -> None:
     pm, original = pair(Unrolled())
     with warnings.catch_warnings(record=True) as caught:
@@ -242,6 +245,7 @@ class Weighted(nn.Module):
         return h * weight if weight > 0.25 else h - weight
 
 
+@pytest.mark.slow
 def test_a_python_float_that_changes_stays_exact_is_said_once_and_does_not_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -270,6 +274,7 @@ def test_buckets_have_plans_of_their_own() -> None:
     assert pm.plans == (used[6], used[9], used[33])
 
 
+@pytest.mark.slow
 def test_one_plan_serves_all_lengths_without_buckets() -> None:
     pm, original = pair(Tagger())
     plans = []
@@ -307,6 +312,7 @@ def test_a_dynamic_that_does_not_fit_is_refused(dynamic: Any, words: str) -> Non
         autopar.parallelize(Tagger(), ["cpu", "cpu"], dynamic=dynamic)(ids(4, 6))
 
 
+@pytest.mark.slow
 def test_a_module_in_another_mode_is_captured_anew(traced: list[str]) -> None:
     pm, original = pair(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), dynamic=True)
     pm(torch.randn(4, 5, 8))

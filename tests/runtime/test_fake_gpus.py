@@ -206,6 +206,7 @@ def _cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "places", "data"), _cases())
 def test_stages_and_replicas_on_gpus(name: str, places: str, data: str) -> None:
     check_steps(name, _plan(name, PLACES[places]), data)
@@ -222,6 +223,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["normed", *(_slow(name) for name in ("masked", "dropping", "bert with dropout"))])
 def test_schedules_and_recomputation_on_gpus(name: str, way: str) -> None:
@@ -279,6 +281,7 @@ def test_stages_first_called_in_inference_mode_train_afterwards() -> None:
         check_gradients(model, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [["cuda:0"], ["cuda:0", "cuda:1"]], ids="+".join)
 @pytest.mark.parametrize("target", ["cpu", "cuda:0", "cuda:1", "cuda:7"])
 def test_a_model_that_was_moved_after_its_placement_trains_where_it_is(target: str, first: list[str]) -> None:
@@ -322,6 +325,7 @@ def test_gradients_from_before_the_placement_move_with_their_parameters() -> Non
         check_gradients(model, [])
 
 
+@pytest.mark.slow
 def test_values_of_a_model_that_is_spread_over_gpus_are_studied_on_one_device() -> None:
     program = example("masked").program
     with fake_gpus() as mode:

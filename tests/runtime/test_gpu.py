@@ -103,6 +103,7 @@ class Positions(nn.Module):
         return self.b(torch.softmax(scores, -1) @ y)
 
 
+@pytest.mark.slow
 @ON_PAIRS
 def test_what_the_models_code_makes_is_on_its_stages_device_at_the_second_build_too(devices: list[str]) -> None:
     model = Positions()
@@ -358,6 +359,7 @@ def test_sharded_stages_train_like_the_model(devices: list[str], recompute: bool
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @ON_PAIRS
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 def test_stages_on_several_devices_generate_the_tokens_of_the_model(devices: list[str]) -> None:

@@ -93,6 +93,7 @@ def both(step: Step, schedule: str = "1f1b", **options: Any) -> list[tuple[Any, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("step", [train_step, call_and_backward])

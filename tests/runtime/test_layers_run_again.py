@@ -112,6 +112,7 @@ def test_gradients_are_those_of_the_plain_model_whatever_recomputes(data: st.Dat
     pm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", ["resnet", "gpt2 with labels", "bert", "t5", "llama", "lstm", "sequential", "mixtral"])
 def test_models_of_many_families_train_as_the_plain_ones(name: str, schedule: str) -> None:
@@ -238,6 +239,7 @@ def test_layers_that_keep_products_run_every_second_one_again(mode: str, again: 
     pm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "after"),
     [(["writes its input"] * 3, ""), (["plain"] * 3, "write")],

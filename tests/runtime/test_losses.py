@@ -183,6 +183,7 @@ def test_a_target_dim_is_that_of_the_call_and_not_of_the_captured_batch() -> Non
         pm.train_step(torch.randn(6, 6), target=target[:7], loss_fn=F.l1_loss, target_dim=[0])
 
 
+@pytest.mark.slow
 def test_a_plan_made_anew_for_a_loss_is_for_the_batch_of_its_call() -> None:
     pm = autopar.parallelize(classifier(), ["cpu", "cpu"], cache=False, tune=0)
     with torch.no_grad():

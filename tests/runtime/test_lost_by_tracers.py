@@ -185,6 +185,7 @@ def noisy_closure(generator: torch.Generator) -> Callable[[Tensor, Tensor], Tens
     return lambda output, target: (output - target).mul(torch.rand(3, generator=generator)).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 @pytest.mark.parametrize("held_by", ["module", "closure"])
 def test_planning_leaves_a_generator_of_the_loss_as_it_was(held_by: str) -> None:

@@ -88,6 +88,7 @@ def in_flight(schedule: str, n_microbatches: int, stage: int) -> int:
     return n_microbatches if schedule == "gpipe" else min(n_microbatches, 2 - stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_microbatches", [4, 8])
 def test_1f1b_holds_fewer_activations_than_gpipe_by_what_it_keeps_in_flight(n_microbatches: int) -> None:
     gpipe, alternating = peaks("gpipe", n_microbatches, False), peaks("1f1b", n_microbatches, False)

@@ -128,6 +128,7 @@ class ManyArguments(nn.Module):
         return 2 * y if double else y
 
 
+@pytest.mark.slow
 def test_arguments_may_come_by_place_by_name_in_any_order_and_of_any_plain_type() -> None:
     model, pm = (m := ManyArguments()), pipelined(m)
     x, mask = torch.randn(5, 8), torch.rand(5, 1)
@@ -326,6 +327,7 @@ def test_train_step_splits_targets_of_any_structure_and_needs_one() -> None:
         pm.train_step(x, target=None, loss_fn=loss_of)
 
 
+@pytest.mark.slow
 def test_threads_end_when_closed_and_when_dropped_and_a_closed_model_starts_anew() -> None:
     gc.collect()
     before = len(worker_threads())

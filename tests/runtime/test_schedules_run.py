@@ -206,6 +206,7 @@ def test_norms_dropout_and_own_backwards_get_the_same_bits_under_every_schedule(
         assert all(torch.equal(gradient, other[name]) for other in seen[1:]), name  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_attention_and_recurrent_layers_survive_a_split_backward(schedule: str) -> None:
     torch.manual_seed(0)

@@ -121,6 +121,7 @@ def test_a_profile_has_every_stage_with_its_microbatches_and_no_device_busy_for_
     assert (found.predicted, found.error) == (None, None)  # a plan made by hand
 
 
+@pytest.mark.slow
 def test_a_profile_shows_the_plans_predictions_and_is_recorded_beside_them(own_history: Path) -> None:
     plan = priced_plan("gpipe")
     before = len(recall())
@@ -182,6 +183,7 @@ def test_a_prediction_for_another_batch_is_not_compared(own_history: Path) -> No
     assert len(recall()) == before
 
 
+@pytest.mark.slow
 def test_a_first_step_that_is_profiled_is_captured_and_planned_before_its_time_starts(
     own_history: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

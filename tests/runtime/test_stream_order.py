@@ -374,6 +374,7 @@ def test_a_call_computes_and_collects_gradients_on_the_streams_of_its_caller(
     gpus.check()
 
 
+@pytest.mark.slow
 @given(
     schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
     n_stages=st.integers(2, 4),

@@ -149,6 +149,7 @@ def test_plans_are_tried_with_the_models_own_loss() -> None:
     assert_same_gradients(gradients(pm), gradients(model))
 
 
+@pytest.mark.slow
 def test_a_plan_made_for_a_call_serves_the_models_own_loss() -> None:
     batch = _classes(BATCH)
     pm = autopar.parallelize(ReturnsLoss("tuple"), ["cpu", "cpu"], example_kwargs=batch, cache=False)
@@ -243,6 +244,7 @@ def test_recipe_gradient_scaler() -> None:
     torch.testing.assert_close(dict(pm.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 def test_recipe_accumulation() -> None:
     """Steps add to `.grad` until it is cleared; nothing is synchronised in between, so no `no_sync` is needed."""

@@ -67,6 +67,7 @@ def test_it_shows_what_libraries_ask_a_model_for(build: Callable[[], nn.Module])
     assert repr(pm).startswith("PipelinedModule(")
 
 
+@pytest.mark.slow
 def test_it_reports_its_plan() -> None:
     model, pm = twins(models.gpt2)
     assert str(pm.report())
@@ -202,6 +203,7 @@ def test_a_cache_of_a_caller_is_updated_in_place(grad: bool) -> None:
         models.assert_same_gradients(models.gradients(pm), models.gradients(model))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 def test_the_cache_that_a_pipelined_call_returns_continues_the_text() -> None:
     model, pm = twins(models.llama)
@@ -222,6 +224,7 @@ def test_a_training_step_with_a_cache_is_refused() -> None:
 # -- inference over micro-batches ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("build", [models.bert, models.vit, models.gpt2], ids=lambda build: build.__name__)
 def test_scoring_is_pipelined_over_micro_batches(build: Any, mode: Any) -> None:
@@ -240,6 +243,7 @@ def test_scoring_is_pipelined_over_micro_batches(build: Any, mode: Any) -> None:
     assert len(pm._signatures._captures.known) == 1, "one capture serves all sizes"
 
 
+@pytest.mark.slow
 def test_a_first_call_in_inference_mode_may_be_followed_by_training() -> None:
     """The capture and the search get copies of the batch, whose tensors autograd would refuse."""
     model = models.mlp()

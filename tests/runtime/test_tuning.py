@@ -67,6 +67,7 @@ class Clock:
         return self.took.get(contestant.name, 9.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 @pytest.mark.parametrize("fastest", NAMES)
 def test_the_fastest_is_followed_and_the_plan_says_what_was_measured(
@@ -119,6 +120,7 @@ def test_measured_steps_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.ran != ran
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 def test_the_users_model_and_random_state_stay_as_they_are() -> None:
     model = layers()
@@ -130,6 +132,7 @@ def test_the_users_model_and_random_state_stay_as_they_are() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 @pytest.mark.parametrize("options", [{"tune": 0}, {"n_microbatches": 4}, {"pinned": True}])
 def test_options_and_hints_limit_what_is_tried(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +160,7 @@ def test_the_plain_model_needs_no_measuring_where_it_is_predicted_fastest(monkey
     assert plan.measured_step_time is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 def test_without_memory_for_all_copies_the_prediction_is_trusted_and_the_plan_says_so(
     monkeypatch: pytest.MonkeyPatch,
@@ -169,6 +173,7 @@ def test_without_memory_for_all_copies_the_prediction_is_trusted_and_the_plan_sa
     assert "has 1 kB" in plan.notes[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 @pytest.mark.parametrize("fastest", ["plain model", "automatic"])
 def test_only_the_plan_that_is_followed_warns(fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +253,7 @@ def test_tuning_takes_at_most_a_share_of_planning(spent: float, budget: float, m
     assert seen[-1].budget == budget
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 @pytest.mark.parametrize("training", [True, False])
 def test_a_first_call_in_inference_mode_is_planned_and_later_ones_train(training: bool) -> None:
@@ -264,6 +270,7 @@ def test_a_first_call_in_inference_mode_is_planned_and_later_ones_train(training
     torch.testing.assert_close(dict(pm.named_buffers()), dict(original.named_buffers()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 @pytest.mark.parametrize("callers", [2, 1])
 def test_a_plan_that_runs_the_model_itself_says_with_how_many_threads_it_was_measured(
@@ -313,6 +320,7 @@ def test_planning_leaves_no_gradients_in_what_the_loss_or_the_call_has(options: 
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callers", [2, 1])
 def test_a_compared_plan_that_runs_the_model_itself_on_other_threads_has_no_error_of_prediction(callers: int) -> None:
     alone = Plan.from_split({"": 0}, n_microbatches=1)
@@ -323,6 +331,7 @@ def test_a_compared_plan_that_runs_the_model_itself_on_other_threads_has_no_erro
     assert found.single.error is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 def test_comparing_plans_leaves_no_gradients_in_what_the_loss_trains() -> None:
     tau = nn.Parameter(torch.tensor(2.0))

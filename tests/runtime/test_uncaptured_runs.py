@@ -172,6 +172,7 @@ class Dropping(nn.Module):
         return self.linear(self.drop(x))
 
 
+@pytest.mark.slow
 def test_random_numbers_inside_follow_the_seed_of_the_step_and_recompute_to_the_same() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Dropping(), nn.Tanh(), nn.Linear(WIDTH, 4))
@@ -244,6 +245,7 @@ def test_the_model_that_is_one_operator_runs_on_one_device_and_the_plan_says_why
     pm.close()
 
 
+@pytest.mark.slow
 def test_it_is_said_once_and_refused_with_strict() -> None:
     case = CASES[3]
     plan = Plan.from_split(case.split, n_microbatches=3)
@@ -269,6 +271,7 @@ def test_a_cluster_that_is_not_at_hand_prices_code_that_runs_without_values_and_
         autopar.plan(CASES[2].model(), cluster, example_args=rows(6))
 
 
+@pytest.mark.slow
 def test_a_plan_by_hand_of_code_that_needs_values_names_the_plans_that_work() -> None:
     case = CASES[2]
     with pytest.raises(
@@ -372,6 +375,7 @@ def test_a_hint_on_a_part_of_an_opaque_operator_is_refused_with_the_module_to_hi
         autopar.plan(model, DEVICES, example_args=rows(6), cache=False)
 
 
+@pytest.mark.slow
 def test_a_hint_on_an_opaque_operator_is_followed() -> None:
     model = HintedInside()
     original = copy.deepcopy(model)
@@ -401,6 +405,7 @@ class HintedInside(nn.Module):
         return self.last(self.branch(self.first(x)))
 
 
+@pytest.mark.slow
 def test_every_capture_of_a_recurrent_part_splits_the_batch_and_calls_leave_its_list_of_weights() -> None:
     case = next(case for case in CASES if case.name == "packed")
     model = case.model()

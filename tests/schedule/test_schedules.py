@@ -189,6 +189,7 @@ def test_without_training_there_is_one_microbatch_in_flight(pipeline: tuple[str,
     assert all(schedule.in_flight(slot) == bool(table) for slot, table in enumerate(schedule.actions))
 
 
+@pytest.mark.slow
 @given(pipelines(), microbatches)
 def test_a_phased_schedule_runs_all_forwards_first_and_still_finishes(
     pipeline: tuple[str, tuple[int, ...], int], m: int

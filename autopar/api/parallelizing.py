@@ -91,7 +91,7 @@ def parallelize(
             the same, but the running statistics are updated with those of the whole batch; "exact": the batch is not
             split if the model has batch norm in training mode.
         batch_dim: the batch dimension of the inputs (default 0), or a dict from input names to dimensions (None: the
-            input has no batch dimension).
+            input has no batch dimension), in which an input that is not named has the default.
         tune: "auto": before a plan is followed, it, the best plan on one device, the best ones without shards and
             without replicas, and the plain model run for a few steps, on copies of the model, and the fastest is
             followed. A number: the same with as many of the best plans. 0 trusts the prediction.

@@ -23,46 +23,48 @@ def find_batch(
 ) -> tuple[list[int | None], int]:
     """The batch dimension of every leaf (None: shared) and the batch size (0: none).
 
-    The batch is the size at `batch_dim` of the first tensor that has such a dimension; other tensors are batched
-    if they have the same size there. Raises InputError for a batch without samples unless it `may_be_empty`, and for a
-    dimension that the input does not have, or no input.
+    A dict gives the dimensions of the inputs that it names, and others have dimension 0. The batch is the size there of
+    the first input that the dict names, or of the first tensor that has such a dimension, in the order of `forward`'s
+    parameters; other tensors are batched if they have the same size there. Raises InputError for a batch without
+    samples unless it `may_be_empty`, for a dimension that the input does not have, and for inputs that the dict names
+    and that differ in size, or that `forward` does not get.
     """
     names = leaf_names(model, args, kwargs)
-    chosen: list[int | None]
-    if isinstance(batch_dim, dict):
-        unknown = [name for name in batch_dim if name not in names]
-        if unknown:
-            raise InputError(f"batch_dim names {unknown}, but the inputs are {sorted(set(names))}")
-        chosen = [batch_dim.get(name) for name in names]
-    else:
-        chosen = [0 if batch_dim is None else batch_dim] * len(leaves)
-    if batch_dim and not isinstance(batch_dim, dict) and not any(map(_has_dimension, leaves, chosen)):
+    given = batch_dim if isinstance(batch_dim, dict) else {}
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise InputError(f"batch_dim names {unknown}, but the inputs are {sorted(set(names))}")
+    default = batch_dim if isinstance(batch_dim, int) else 0
+    chosen = [given.get(name, default) for name in names]
+    if default and not any(map(_has_dimension, leaves, chosen)):
         there = [f"'{name}' has {_dimensions(leaf)}" for name, leaf in zip(names, leaves, strict=True)]
         raise InputError(f"batch_dim={batch_dim}, but no input has such a dimension: {', '.join(there) or 'no inputs'}")
-    size: int | None = None
-    dims: list[int | None] = []
     for leaf, name, dim in zip(leaves, names, chosen, strict=True):
-        if not _has_dimension(leaf, dim):
-            if isinstance(batch_dim, dict) and dim is not None:
-                raise InputError(
-                    f"batch_dim gives input '{name}' dimension {dim}, but the input has no such dimension: it has "
-                    f"{_dimensions(leaf)}"
-                )
-            dims.append(None)
-            continue
-        assert dim is not None
-        dim %= leaf.dim()
-        if size is None:
-            size = leaf.shape[dim]
-            if size == 0 and not may_be_empty:
-                raise InputError(f"input '{name}' has no samples: shape {tuple(leaf.shape)}; give at least one")
-        if leaf.shape[dim] == size:
-            dims.append(dim)
-        elif isinstance(batch_dim, dict):
-            raise InputError(f"input '{name}' has {leaf.shape[dim]} samples at dimension {dim}, others have {size}")
-        else:
-            dims.append(None)
-    return dims, size or 0
+        if name in given and dim is not None and not _has_dimension(leaf, dim):
+            raise InputError(
+                f"batch_dim gives input '{name}' dimension {dim}, but the input has no such dimension: it has "
+                f"{_dimensions(leaf)}"
+            )
+    sizes = [leaf.shape[dim] if _has_dimension(leaf, dim) else None for leaf, dim in zip(leaves, chosen, strict=True)]
+    batched = [index for index, size in enumerate(sizes) if size is not None]
+    if not batched:
+        return [None] * len(leaves), 0
+    order = list(inspect.signature(model.forward).parameters)
+    places = [order.index(name) if name in order else len(order) for name in names]
+    first = min(batched, key=lambda index: (names[index] not in given, places[index]))
+    batch = sizes[first]
+    assert batch is not None
+    if batch == 0 and not may_be_empty:
+        shape = tuple(leaves[first].shape)
+        raise InputError(f"input '{names[first]}' has no samples: shape {shape}; give at least one")
+    dims: list[int | None] = []
+    for leaf, name, dim, size in zip(leaves, names, chosen, sizes, strict=True):
+        if size is not None and size != batch and name in given:
+            raise InputError(
+                f"input '{name}' has {size} samples at dimension {dim}, but input '{names[first]}' has {batch}"
+            )
+        dims.append(dim % leaf.dim() if dim is not None and size == batch else None)
+    return dims, batch
 
 
 def _has_dimension(leaf: Any, dim: int | None) -> bool:

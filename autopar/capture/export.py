@@ -145,26 +145,37 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
 
 
 @contextlib.contextmanager
-def warn_of_out_arguments(model: nn.Module) -> Iterator[None]:
-    """Inside, watch the model being traced; on leaving, warn if its code uses `out=`.
-
-    Tracers turn such a call into an operator that does not write to the tensor named by `out`.
-    """
-    writers: list[str] = []  # the first module that uses out=
+def calls_with_out(model: nn.Module) -> Iterator[list[str]]:
+    """Inside, the list gets the path of the module that runs for every call with `out=`."""
+    callers: list[str] = []
 
     class OutWatcher(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if kwargs and kwargs.get("out") is not None and not writers:
+            if kwargs and kwargs.get("out") is not None:
                 module = running_module(model)
-                writers.extend([module or "(root)"] if module is not None else [])
+                callers.extend([module or "(root)"] if module is not None else [])
             return func(*args, **(kwargs or {}))
 
     with OutWatcher():
-        yield
-    if writers:
+        yield callers
+
+
+def warn_of_lost_out(graph: fx.Graph, callers: list[str]) -> None:
+    """Warn if the graph has fewer operators that write to `out` than there were calls (`calls_with_out`).
+
+    A tracer that decomposes such a call may leave the tensor named by `out` as it is.
+    """
+
+    def writes_to_out(node: fx.Node) -> bool:
+        if isinstance(node.target, torch._ops.OpOverload):
+            written = (a for a in node.target._schema.arguments if a.kwarg_only and a.alias_info is not None)
+            return any(argument.name in node.kwargs for argument in written)
+        return node.kwargs.get("out") is not None
+
+    if len(callers) > sum(map(writes_to_out, graph.nodes)):
         warn(
-            f"module '{writers[0]}' writes into a tensor with out=, which a captured model does not do; "
-            "use copy_() to write a buffer"
+            f"module '{callers[0]}' writes into a tensor with out=, which the captured model does not do; use copy_() "
+            "to write a buffer"
         )
 
 

@@ -27,11 +27,12 @@ from autopar.capture.cleanup import tidy
 from autopar.capture.export import (
     Traced,
     Tracers,
+    calls_with_out,
     check_call,
     trace,
     warn_of_assignments,
+    warn_of_lost_out,
     warn_of_other_generators,
-    warn_of_out_arguments,
 )
 from autopar.capture.layers import repeated_layers
 from autopar.capture.lost_effects import LostEffectError, refused_effects
@@ -340,7 +341,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         contents_restored(model),
         module_hooks.marked(model, inside(model, opaque)) as marks,
         warn_of_assignments(model) as assigned,
-        warn_of_out_arguments(model),
+        calls_with_out(model) as callers,
         refused_effects(model),
         warn_of_other_generators(),
         torch_private.no_global_hooks(),
@@ -349,6 +350,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         traced_as_calls(model, opaque, calls, dims),
     ):
         traced = trace(model, call.args, call.kwargs, call.symbols(dims), call.in_spec, tracers=tracers)
+    warn_of_lost_out(traced.module.graph, callers)
     write, unseen = written_parameter(traced.module), unseen_write(traced.module)
     if write is not None:
         raise refusal(write[0], describe(write[1]))

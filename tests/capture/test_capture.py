@@ -29,8 +29,10 @@ from autopar.analysis.operators import (
     requires_grad_nodes,
     written_arguments,
 )
+from autopar.capture import program as program_room
 from autopar.capture.call_inputs import find_batch
 from autopar.capture.cleanup import call_with_autocast
+from autopar.capture.export import trace
 from autopar.capture.node_names import describe, module_path, source_line
 from autopar.capture.program import Program, capture
 from autopar.capture.torch_private import tree_unflatten
@@ -143,7 +145,11 @@ def test_a_call_with_another_signature_is_not_taken_for_this_one() -> None:
         (None, [(4, 3), (4,), (2, 4), ()], ([0, 0, None, None], 4)),
         (1, [(4, 3), (4,), (2, 3)], ([1, None, 1], 3)),
         (-1, [(4, 3), (3,), (2, 4)], ([1, 0, None], 3)),
-        ({"b": 0}, [(4, 3), (4,)], ([None, 0], 4)),
+        ({"b": 0}, [(4, 3), (4,)], ([0, 0], 4)),
+        ({"a": None}, [(6, 6), (4, 3), (4,)], ([None, 0, 0], 4)),
+        ({"b": 1}, [(6, 6), (4, 6), (6,), (4,)], ([0, 1, 0, None], 6)),
+        ({"b": 0}, [(6, 6), (4, 6)], ([None, 0], 4)),
+        ({"a": None, "b": None}, [(4, 3), (4,)], ([None, None], 0)),
         ({"a": 1, "b": None}, [(4, 3), (3,)], ([1, None], 3)),
         (None, [(), ()], ([None, None], 0)),
     ],
@@ -165,7 +171,7 @@ def test_the_batch_is_found_at_the_batch_dimension(batch_dim: Any, shapes: list[
         ({"a": 0, "b": 1}, [(4, 3), (4,)], "'b' dimension 1, but .* it has dimensions -1 to 0$"),
         ({"b": 0}, [(4, 3), ()], "'b' dimension 0, but .* it has no dimensions$"),
         (5, [(4, 3), ()], "batch_dim=5, but .*: 'a' has dimensions -2 to 1, 'b' has no dimensions$"),
-        ({"a": 0, "b": 0}, [(4, 3), (5,)], "'b' has 5 samples at dimension 0, others have 4"),
+        ({"a": 0, "b": 0}, [(4, 3), (5,)], "'b' has 5 samples at dimension 0, but input 'a' has 4"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_by_name(batch_dim: Any, shapes: list[Any], message: str) -> None:
@@ -384,8 +390,24 @@ class WritesOut(nn.Module):
         return self.inner(x)
 
 
-def test_a_buffer_written_with_out_is_warned_of_on_the_users_line() -> None:
-    with pytest.warns(AutoparWarning, match=r"with out=.*copy_\(\)") as caught:
+def test_a_buffer_written_with_out_is_written_by_the_captured_model(recwarn: pytest.WarningsRecorder) -> None:
+    model, x = WritesOut(), torch.randn(4, 3)
+    program = capture(model, (x,), {})
+    assert torch.count_nonzero(model.inner.mean) == 0, "capturing leaves the buffer as it was"
+    assert torch.equal(program.graph_module(x), x + x.mean(0))
+    assert torch.equal(model.inner.mean, x.mean(0))
+    assert not [w for w in recwarn if "out=" in str(w.message)]
+
+
+def test_a_write_with_out_that_a_capture_loses_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced_without_out(*args: Any, **kwargs: Any) -> Any:
+        traced = trace(*args, **kwargs)
+        (writer,) = (n for n in traced.module.graph.nodes if "out" in n.kwargs)
+        writer.target, writer.kwargs = torch.ops.aten.mean.dim, {}
+        return traced
+
+    monkeypatch.setattr(program_room, "trace", traced_without_out)
+    with pytest.warns(AutoparWarning, match=r"'inner' writes into a tensor with out=.*copy_\(\)") as caught:
         capture(WritesOut(), (torch.randn(4, 3),), {})
     assert [w.filename for w in caught if "out=" in str(w.message)] == [__file__]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,14 +54,23 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _name_writes(graph: fx.Graph) -> None:
-    """After `b = relu_(a)` let later readers of `a` read `b`: an edge of the graph then puts them after the write."""
+    """After `b = relu_(a)` or `b = mul(x, y, out=a)` let later readers of `a` read `b`: an edge of the graph then puts
+    them after the write."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if not _writes_first(node) or not isinstance(node.args[0], fx.Node) or node.args[0].op == "get_attr":
-            continue
-        for user in list(node.args[0].users):
-            if order[user] > order[node]:
-                user.replace_input_with(node.args[0], node)
+    for node in list(graph.nodes):
+        for index, written in _overwritten(node):
+            readers = [user for user in written.users if order.get(user, -1) > order[node]]
+            if written.op == "get_attr" or not readers:
+                continue
+            result = node
+            if len(node.target._schema.returns) > 1:
+                with graph.inserting_after(node):
+                    result = graph.call_function(operator.getitem, (node, index))
+                result.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
+                if "val" in node.meta:
+                    result.meta["val"] = node.meta["val"][index]
+            for user in readers:
+                user.replace_input_with(written, result)
 
 
 def _drop_copies_onto_themselves(graph: fx.Graph) -> None:
@@ -69,19 +79,25 @@ def _drop_copies_onto_themselves(graph: fx.Graph) -> None:
         if node.target is not aten.copy_.default or node.users:
             continue
         source = node.args[1]
-        while isinstance(source, fx.Node) and _writes_first(source):
-            source = source.args[0]
+        while isinstance(source, fx.Node) and (written := _overwritten(source)):
+            source = written[0][1]
         if source is node.args[0]:
             graph.erase_node(node)
 
 
-def _writes_first(node: fx.Node) -> bool:
-    """Whether a node writes into its first argument and returns it."""
+def _overwritten(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """The arguments that a node writes into and returns, each after the index of its result."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns or not node.args:
-        return False
-    alias = schema.returns[0].alias_info
-    return alias is not None and alias.is_write
+    found = []
+    for index, result in enumerate(schema.returns if schema is not None else ()):
+        if result.alias_info is None or not result.alias_info.is_write:
+            continue
+        for place, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or argument.alias_info.before_set != result.alias_info.before_set:
+                continue
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            found += [(index, value)] if isinstance(value, fx.Node) else []
+    return found
 
 
 def _plain_blocks(module: fx.GraphModule) -> None:

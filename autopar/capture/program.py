@@ -24,18 +24,16 @@ from autopar.capture.attention_masks import settle_masks
 from autopar.capture.autocast_answers import Answer
 from autopar.capture.call_inputs import find_batch, refuse_packed_sequences
 from autopar.capture.cleanup import tidy
-from autopar.capture.export import (
-    Traced,
-    Tracers,
+from autopar.capture.export import Traced, Tracers, check_call, trace
+from autopar.capture.layers import repeated_layers
+from autopar.capture.lost_effects import (
+    LostEffectError,
     calls_with_out,
-    check_call,
-    trace,
+    refused_effects,
     warn_of_assignments,
     warn_of_lost_out,
     warn_of_other_generators,
 )
-from autopar.capture.layers import repeated_layers
-from autopar.capture.lost_effects import LostEffectError, refused_effects
 from autopar.capture.module_state import Generators, own_generators
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.parameter_writes import parameters_kept, refusal, unseen_write, written_parameter

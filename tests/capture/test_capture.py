@@ -29,10 +29,8 @@ from autopar.analysis.operators import (
     requires_grad_nodes,
     written_arguments,
 )
-from autopar.capture import program as program_room
 from autopar.capture.call_inputs import find_batch
 from autopar.capture.cleanup import call_with_autocast
-from autopar.capture.export import trace
 from autopar.capture.node_names import describe, module_path, source_line
 from autopar.capture.program import Program, capture
 from autopar.capture.torch_private import tree_unflatten
@@ -377,39 +375,6 @@ def test_facts_about_operators() -> None:
     assert not any(is_random(n, module) for n in compute_nodes(program.graph) if operator_name(n) != "dropout")
     program = capture(model.eval(), (torch.randn(3, 4),), {})
     assert not any(is_random(n, program.graph_module) for n in compute_nodes(program.graph))
-
-
-class WritesOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-        self.inner.register_buffer("mean", torch.zeros(3))
-        self.inner.forward = lambda x: x + torch.mean(x, 0, out=self.inner.mean)  # type: ignore[method-assign]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-def test_a_buffer_written_with_out_is_written_by_the_captured_model(recwarn: pytest.WarningsRecorder) -> None:
-    model, x = WritesOut(), torch.randn(4, 3)
-    program = capture(model, (x,), {})
-    assert torch.count_nonzero(model.inner.mean) == 0, "capturing leaves the buffer as it was"
-    assert torch.equal(program.graph_module(x)[0], x + x.mean(0))
-    assert torch.equal(model.inner.mean, x.mean(0))
-    assert not [w for w in recwarn if "out=" in str(w.message)]
-
-
-def test_a_write_with_out_that_a_capture_loses_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    def traced_without_out(*args: Any, **kwargs: Any) -> Any:
-        traced = trace(*args, **kwargs)
-        (writer,) = (n for n in traced.module.graph.nodes if "out" in n.kwargs)
-        writer.target, writer.kwargs = torch.ops.aten.mean.dim, {}
-        return traced
-
-    monkeypatch.setattr(program_room, "trace", traced_without_out)
-    with pytest.warns(AutoparWarning, match=r"'inner' writes into a tensor with out=.*copy_\(\)") as caught:
-        capture(WritesOut(), (torch.randn(4, 3),), {})
-    assert [w.filename for w in caught if "out=" in str(w.message)] == [__file__]
 
 
 def test_hooks_of_all_modules_do_not_run_while_a_model_is_captured() -> None:

@@ -87,9 +87,10 @@ def _drop_copies_onto_themselves(graph: fx.Graph) -> None:
 
 def _overwritten(node: fx.Node) -> list[tuple[int, fx.Node]]:
     """The arguments that a node writes into and returns, each after the index of its result."""
-    schema = getattr(node.target, "_schema", None)
-    found = []
-    for index, result in enumerate(schema.returns if schema is not None else ()):
+    schema, found = getattr(node.target, "_schema", None), []
+    if schema is None:
+        return []
+    for index, result in enumerate(schema.returns):
         if result.alias_info is None or not result.alias_info.is_write:
             continue
         for place, argument in enumerate(schema.arguments):

@@ -26,7 +26,7 @@ from transformers.models.resnet import modeling_resnet  # noqa: F401
 from transformers.models.t5 import modeling_t5  # noqa: F401
 
 import autopar
-from autopar import Plan
+from autopar import AutoparError, Plan
 from autopar.capture.program import capture
 from autopar.capture.torch_private import tree_leaves
 
@@ -217,7 +217,9 @@ def loss_of(model: str, output: Any, x: torch.Tensor) -> torch.Tensor:
 
 def plan_of(job: Job, model: nn.Module, x: torch.Tensor, n: int) -> Plan | None:
     """`chain`: a stage a rank; `chunks v`; `replicas a,b`: of the stages; `hand ..`: degrees; `shards ..`: of random
-    strategies; `states .. seed s`: and of random states (ZeRO); `searched`: none, so that rank 0 makes one."""
+    strategies; `states .. seed s`: and of random states (ZeRO); `searched`: none, so that the search makes one.
+
+    On ranks, rank 0 makes those that need the model's graph."""
     kind, _, rest = job.plan.partition(" ")
     made: dict[str, Any] = {"n_microbatches": job.n_microbatches, "schedule": job.schedule}
     if kind == "searched":
@@ -236,7 +238,8 @@ def plan_of(job: Job, model: nn.Module, x: torch.Tensor, n: int) -> Plan | None:
         return Plan.from_split(SPLITS[job.model][len(counts)], devices=devices, **made)
     if kind == "hand":
         degrees = {name: int(value) for name, value in (pair.split("=") for pair in rest.split())}
-        return Plan.by_hand(model, ["cpu"] * n, example_args=(x,), schedule=job.schedule, **degrees)
+        by_hand: dict[str, Any] = {"example_args": (x,), "schedule": job.schedule, **degrees}
+        return of_rank_0(lambda: Plan.by_hand(model, ["cpu"] * n, **by_hand))
     rest, _, seed = rest.partition(" seed ")
     meshes: list[tuple[int, ...] | None] = []
     replicas = []
@@ -246,8 +249,29 @@ def plan_of(job: Job, model: nn.Module, x: torch.Tensor, n: int) -> Plan | None:
         meshes.append(sizes if math.prod(sizes) > 1 else None)
         replicas.append(int(times or 1))
     split = {"": 0} if len(meshes) == 1 else SPLITS[job.model][len(meshes)]
-    plan = staged(capture(model, (x,), {}), split, meshes, replicas, schedule=job.schedule)
-    return with_states(plan, model, int(seed)) if kind == "states" else plan
+
+    def with_shards() -> Plan:
+        plan = staged(capture(model, (x,), {}), split, meshes, replicas, schedule=job.schedule)
+        return with_states(plan, model, int(seed)) if kind == "states" else plan
+
+    return of_rank_0(with_shards)
+
+
+def of_rank_0(make: Callable[[], Plan]) -> Plan:
+    """The plan that `make` returns on rank 0, or its error, on all ranks: to make one takes as long as to train by it.
+    Without ranks, it is made here."""
+    if not dist.is_initialized():
+        return make()
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [make().to_json()]
+        except AutoparError as error:
+            made = [error]
+    dist.broadcast_object_list(made, 0)
+    if isinstance(made[0], AutoparError):
+        raise made[0]
+    return Plan.from_json(made[0])
 
 
 def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:

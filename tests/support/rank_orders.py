@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from collective_log import CollectiveLog, logged
+from rank_cases import of_rank_0
 from torch import nn
 from torch.nn import functional
 
@@ -77,7 +78,8 @@ def plan_of(order: Order, model: nn.Module) -> Plan:
         degrees = {"data": n} if order.plan != "tensor" else {"tensor": n}
         more = {"zero": {"zero": 3}, "tensor": {"zero": 0}}.get(order.plan, {})
         x = torch.randn(12, WIDTH, dtype=torch.float64)  # which two, three and four ranks divide evenly
-        return Plan.by_hand(model, ["cpu"] * n, example_args=(x,), schedule=order.schedule, **degrees, **more)
+        by_hand: dict[str, Any] = {"example_args": (x,), "schedule": order.schedule, **degrees, **more}
+        return of_rank_0(lambda: Plan.by_hand(model, ["cpu"] * n, **by_hand))
     return Plan.from_split(split(n), **made)
 
 
@@ -86,17 +88,19 @@ def exchanged(order: Order) -> tuple[CollectiveLog, float, str]:
     autopar refused, which must be the same on all ranks."""
     torch.manual_seed(0)
     model = Blocks(order).double()
-    with logged() as log:
-        try:
-            error = _compared(order, model)
-        except AutoparError as refused:
-            return log, 0.0, f"{type(refused).__name__}: {refused}"
+    log = CollectiveLog()
+    try:
+        plan = plan_of(order, copy.deepcopy(model))
+        with logged() as log:
+            error = _compared(order, model, plan)
+    except AutoparError as refused:
+        return log, 0.0, f"{type(refused).__name__}: {refused}"
     return log, error, ""
 
 
-def _compared(order: Order, model: nn.Module) -> float:
+def _compared(order: Order, model: nn.Module, plan: Plan) -> float:
     original = copy.deepcopy(model)
-    pm = autopar.parallelize(model, plan=plan_of(order, copy.deepcopy(model)), cache=False)
+    pm = autopar.parallelize(model, plan=plan, cache=False)
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(original.parameters(), lr=1e-2)
     error = 0.0

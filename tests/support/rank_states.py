@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_behaviour import message_of
+from rank_cases import of_rank_0
 from tied_models import Tied
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -50,14 +51,8 @@ def planned(
     """A model, a batch, and the plan for `n` ranks."""
     torch.manual_seed(0)
     model, x = build().double(), torch.randn(8, 12, dtype=torch.float64)
-    plan = Plan.by_hand(
-        copy.deepcopy(model),
-        ["cpu"] * n,
-        example_args=(x,),
-        micro_batch=4 // n,
-        **({"data": n, "zero": zero} | degrees),
-    )
-    return model, x, plan
+    by_hand: dict[str, Any] = {"example_args": (x,), "micro_batch": 4 // n, "data": n, "zero": zero} | degrees
+    return model, x, of_rank_0(lambda: Plan.by_hand(copy.deepcopy(model), ["cpu"] * n, **by_hand))
 
 
 def square(pm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -225,7 +220,9 @@ def tied_values(zero: int) -> list[torch.Tensor]:
     """All entries of the tied weight, as the ranks of this rank's stage store them, after three steps."""
     torch.manual_seed(0)
     model, x = Tied(64, 16), torch.randint(64, (8, 6))
-    plan = Plan.by_hand(copy.deepcopy(model), ["cpu"] * 4, example_args=(x,), pipeline=2, data=2, zero=zero)
+    plan = of_rank_0(
+        lambda: Plan.by_hand(copy.deepcopy(model), ["cpu"] * 4, example_args=(x,), pipeline=2, data=2, zero=zero)
+    )
     pm = autopar.parallelize(model, plan=plan, example_args=(x,))
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2)
     for _ in range(3):
@@ -240,7 +237,7 @@ def refused_states() -> dict[str, str]:
     """Messages by what is wrong with the stored state."""
     torch.manual_seed(0)
     model, x = odd(), torch.randn(8, 12)
-    plan = Plan.by_hand(copy.deepcopy(model), ["cpu"] * 2, example_args=(x,), data=2)
+    plan = of_rank_0(lambda: Plan.by_hand(copy.deepcopy(model), ["cpu"] * 2, example_args=(x,), data=2))
 
     def message(**stored: Stored) -> str:
         (stage,) = plan.stages
@@ -274,7 +271,9 @@ def tied_with_other_states() -> str:
     """The message where two stages share a weight and cut its state differently."""
     torch.manual_seed(0)
     model, x = Tied(64, 16), torch.randint(64, (8, 6))
-    plan = Plan.by_hand(copy.deepcopy(model), ["cpu"] * 4, example_args=(x,), pipeline=2, data=2, zero=1)
+    plan = of_rank_0(
+        lambda: Plan.by_hand(copy.deepcopy(model), ["cpu"] * 4, example_args=(x,), pipeline=2, data=2, zero=1)
+    )
     last = plan.stages[-1]
     assert last.sharding is not None
     parameters = tuple((name, Stored(one.layout, one.layout)) for name, one in last.sharding.parameters)
@@ -313,7 +312,9 @@ def tied_with_other_scattering(stage: int) -> float:
     torch.manual_seed(0)
     model, x = TwiceTied().double(), torch.randint(64, (8, 6))
     original = copy.deepcopy(model)
-    plan = Plan.by_hand(copy.deepcopy(model), ["cpu"] * 4, example_args=(x,), pipeline=2, data=2, zero=1)
+    plan = of_rank_0(
+        lambda: Plan.by_hand(copy.deepcopy(model), ["cpu"] * 4, example_args=(x,), pipeline=2, data=2, zero=1)
+    )
     one = plan.stages[stage]
     assert one.sharding is not None
     names = {"first.weight", "out.weight"}

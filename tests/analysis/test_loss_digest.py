@@ -43,7 +43,7 @@ def test_digests_are_the_same_in_every_process() -> None:
         subprocess.run(
             [sys.executable, "-c", SCRIPT], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")  # which put the texts in the set in different orders
     }
     assert len(found) == 1
     assert len(set(found.pop().split())) == 3

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 from faults import batch, comes_true, mean_square, pipelined, workers
+from launched import Ended, Program, launched
 from models import assert_same_gradients, gradients
 
 from autopar import PipelinedModule
@@ -68,34 +64,11 @@ def test_the_threads_of_a_dropped_module_end() -> None:
 
 # -- the interpreter's end ------------------------------------------------------------------------------------------
 
-# Importing torch takes most of the time of a short program. So one process imports it, and forks for every program:
-# each child redirects its output to a file, and ends by running off the end of the script as any program does.
-_LAUNCHER = """
-import os, signal, sys, threading, time
+_FIRST = """
+import signal, sys, threading, time
 import torch
 import autopar
 
-children = {}
-for number, last in enumerate(sys.argv[2:]):
-    child = os.fork()
-    if child == 0:
-        break
-    children[child] = number
-else:
-    for _ in children:
-        child, status = os.wait()
-        path = f"{sys.argv[1]}/{children[child]}"
-        with open(path + ".ended", "w") as file:
-            file.write(str(os.waitstatus_to_exitcode(status)))
-        os.rename(path + ".ended", path + ".status")  # complete when it appears
-    os._exit(0)
-
-output = os.open(f"{sys.argv[1]}/{number}.output", os.O_CREAT | os.O_WRONLY)
-os.dup2(output, 1)
-os.dup2(output, 2)
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
-torch.set_num_threads(1)
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
 plan = autopar.Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)
 pm = autopar.parallelize(net, ["cpu", "cpu"], plan=plan)
@@ -106,7 +79,6 @@ def loss_fn(output, target):
 
 pm.train_step(x, target=x, loss_fn=loss_fn)
 loss_fn(pm(x), x).backward()
-exec(last)
 """
 # What each program does last, its exit status, and its whole output.
 _ENDS: dict[str, tuple[str, int | None, str]] = {
@@ -153,25 +125,21 @@ _ENDS: dict[str, tuple[str, int | None, str]] = {
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """For every selected program in `_ENDS`, a path without suffix that gets its `.output` and its exit `.status`."""
-    folder = tmp_path_factory.mktemp("ends")
+def programs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Ended]]:
+    """What became of a program in `_ENDS`. Those that are selected run together."""
     cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     selected = [how for how in _ENDS if any(case.get("how") == how for case in cases)]
-    programs = [textwrap.dedent(_ENDS[how][0]) for how in selected]
-    launcher = subprocess.Popen([sys.executable, "-c", _LAUNCHER, str(folder), *programs], start_new_session=True)
-    yield {how: folder / str(number) for number, how in enumerate(selected)}
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)  # it, and what still runs of its children
-    launcher.wait()
+    sources = [Program(_FIRST + textwrap.dedent(_ENDS[how][0])) for how in selected]
+    with launched(tmp_path_factory.mktemp("ends"), sources) as running:
+        yield lambda how: running.ended(selected.index(how), within=80)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", _ENDS)
-def test_a_program_that_never_closes_its_module_ends(how: str, results: dict[str, Path]) -> None:
+def test_a_program_that_never_closes_its_module_ends(how: str, programs: Callable[[str], Ended]) -> None:
     _, wanted_status, wanted_output = _ENDS[how]
-    assert comes_true(results[how].with_suffix(".status").exists, within=80)
-    output = results[how].with_suffix(".output").read_text()
-    status = int(results[how].with_suffix(".status").read_text())
-    assert wanted_status is None or status == wanted_status, output
-    assert re.fullmatch(wanted_output, output, re.DOTALL), output
+    ended = programs(how)
+    assert wanted_status is None or ended.returncode == wanted_status, ended.output
+    assert re.fullmatch(wanted_output, ended.output, re.DOTALL), ended.output

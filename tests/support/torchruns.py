@@ -36,22 +36,37 @@ def run(
     `imports`: further modules that the script needs; the ranks are forked after they are imported. `env`: added to the
     environment. Raises subprocess.TimeoutExpired.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        files = (str(out), str(err))
-        process = context().Process(
-            target=_run, args=(command, ranks, tuple(imports), {**os.environ, **(env or {})}, files)
-        )
-        process.start()
-        process.join(timeout)
-        late = process.exitcode is None
+    return Started(*command, ranks=ranks, imports=imports, env=env).ended(timeout)
+
+
+class Started:
+    """A script that runs, as `run` starts it."""
+
+    def __init__(
+        self,
+        *command: str,
+        ranks: int | None,
+        imports: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._command, self._folder = command, tempfile.TemporaryDirectory()
+        self._files = [Path(self._folder.name) / name for name in ("out", "err")]
+        given = (command, ranks, tuple(imports), {**os.environ, **(env or {})}, tuple(map(str, self._files)))
+        self._process = context().Process(target=_run, args=given)
+        self._process.start()
+
+    def ended(self, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
+        """Wait for it. Raises subprocess.TimeoutExpired."""
+        with self._folder:
+            self._process.join(timeout)
+            late = self._process.exitcode is None
+            if late:
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
+                self._process.join()
+            printed = [path.read_text() for path in self._files]
         if late:
-            os.killpg(process.pid or 0, signal.SIGKILL)
-            process.join()
-        printed = [path.read_text() for path in (out, err)]
-        if late:
-            raise subprocess.TimeoutExpired(command, timeout, *printed)
-        return subprocess.CompletedProcess(command, process.exitcode or 0, *printed)
+            raise subprocess.TimeoutExpired(self._command, timeout, *printed)
+        return subprocess.CompletedProcess(self._command, self._process.exitcode or 0, *printed)
 
 
 def _run(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-import socket
-import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launched import Ended, Program, launched
+from rank_pool import free_port
 
 from autopar.runtime.ranks.faults.failure import Position
 from autopar.runtime.ranks.faults.leaving import all_ended, gloo_lets_go, gloo_threads
@@ -55,65 +55,51 @@ if "wrong" in sys.argv:
 """
 
 
-def run(folder: Path, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
-    """What became of two ranks."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fixed = {
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate(timeout=150) for process in started]
-    return [subprocess.CompletedProcess([], p.returncode, *text) for p, text in zip(started, ended, strict=True)]
+CASES = ("own", "users", "killed", "wrong")
+
+
+@pytest.fixture(scope="module")
+def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[Ended]]]:
+    """What became of the two ranks of a case. The ranks of all cases run together."""
+    world = {"CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    programs = []
+    for case in CASES:
+        port = {"MASTER_PORT": str(free_port())}
+        for rank in ("0", "1"):
+            programs.append(Program(SCRIPT, (case,), {**world, **port, "RANK": rank, "LOCAL_RANK": rank}))
+    with launched(tmp_path_factory.mktemp("leaving"), programs) as running:
+        yield lambda case: [running.ended(2 * CASES.index(case) + rank, within=150) for rank in range(2)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "groups"),
+    ("case", "groups"),
     [
-        (("own",), 0),
-        (("users",), 2),  # the default one, and the user's
+        ("own", 0),
+        ("users", 2),  # the default one, and the user's
     ],
 )
 def test_groups_that_autopar_started_are_destroyed_in_the_end(
-    tmp_path: Path, arguments: tuple[str, ...], groups: int
+    ranks_of: Callable[[str], list[Ended]], case: str, groups: int
 ) -> None:
-    for done in run(tmp_path, *arguments):
-        assert done.returncode == 0, done.stderr
-        assert f"groups {groups}\n" in done.stdout
+    for ended in ranks_of(case):
+        assert ended.returncode == 0, ended.output
+        assert f"groups {groups}\n" in ended.output
 
 
 @pytest.mark.slow
-def test_a_rank_that_died_stops_no_other_from_ending(tmp_path: Path) -> None:
-    first, second = run(tmp_path, "killed")
+def test_a_rank_that_died_stops_no_other_from_ending(ranks_of: Callable[[str], list[Ended]]) -> None:
+    first, second = ranks_of("killed")
     assert second.returncode < 0
-    assert first.returncode == 0, first.stderr
-    assert "groups 0\n" in first.stdout
+    assert first.returncode == 0, first.output
+    assert "groups 0\n" in first.output
 
 
 @pytest.mark.slow
-def test_groups_stay_after_a_call_that_failed(tmp_path: Path) -> None:
-    for done in run(tmp_path, "wrong"):
-        assert done.returncode == 0, done.stderr
-        assert "groups 0\n" not in done.stdout
+def test_groups_stay_after_a_call_that_failed(ranks_of: Callable[[str], list[Ended]]) -> None:
+    for ended in ranks_of("wrong"):
+        assert ended.returncode == 0, ended.output
+        assert "groups 0\n" not in ended.output
 
 
 def test_ranks_wait_for_each_other_only_as_long_as_all_may_come() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torchruns
 
 from autopar import InputError
 from autopar.runtime.ranks import world
@@ -114,21 +113,16 @@ def test_a_script_runs_as_tasks_of_srun(tmp_path: Path) -> None:
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "SLURM_STEP_TASKS_PER_NODE": "2",
     }
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **variables, "SLURM_NODEID": "0"}
-    environment["SLURM_JOB_ID"] = str(os.getpid())
+    variables |= {"SLURM_NODEID": "0", "SLURM_JOB_ID": str(os.getpid())}
     tasks = [
-        subprocess.Popen(
-            [sys.executable, str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        torchruns.Started(
+            str(path), ranks=None, env=variables | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
         )
         for rank in range(2)
     ]
-    done = [task.communicate(timeout=120) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], done
-    texts = [out.splitlines()[-1] for out, _ in done]
+    done = [task.ended(120) for task in tasks]
+    assert [task.returncode for task in done] == [0, 0], done
+    texts = [task.stdout.splitlines()[-1] for task in done]
     assert texts[0] == texts[1]
     assert texts[0].startswith("2 tensors here, loss ")
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torchruns
 
 pytestmark = pytest.mark.slow
 
@@ -35,27 +36,11 @@ for step in range(4):
 """
 
 
-def run(script: Path, *command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    fixed = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment = {**os.environ, **fixed, **(env or {})}
-    return subprocess.run(
-        [sys.executable, *command[:-1], str(script), *command[-1].split()],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=environment,
-        check=False,
-    )
-
-
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def test_a_script_prints_the_same_losses_on_every_rank_as_in_one_process(
@@ -65,19 +50,23 @@ def test_a_script_prints_the_same_losses_on_every_rank_as_in_one_process(
     runpy.run_path(str(script))
     alone = re.findall(r"loss ([\d.]+)", capsys.readouterr().out)
     assert len(alone) == 4
-    done = run(script, *TORCHRUN, "")
+    fixed = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env={**os.environ, **fixed}, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = re.findall(r"loss ([\d.]+)", done.stdout)  # two ranks may write one line
     assert sorted(map(float, found)) == pytest.approx(sorted(2 * [float(loss) for loss in alone]), abs=2e-6)
 
 
 def test_a_script_that_fails_ends_on_all_ranks(script: Path) -> None:
-    done = run(script, *TORCHRUN, "mistake")
+    done = torchruns.run(str(script), "mistake")
     assert done.returncode != 0
     assert "a mistake in the script" in done.stderr
 
 
 def test_a_world_without_an_address_is_refused(script: Path) -> None:
-    done = run(script, "", env={"WORLD_SIZE": "2", "RANK": "0"})
+    done = torchruns.run(str(script), ranks=None, env={"WORLD_SIZE": "2", "RANK": "0"})
     assert done.returncode != 0
     assert "WORLD_SIZE is 2, but MASTER_ADDR, MASTER_PORT is not set: start the script with torchrun" in done.stderr

@@ -1,7 +1,7 @@
 """Processes that run tests as ranks over gloo, on CPUs unless a pool is made for GPUs.
 
 One process imports what they need, and all of them are forked from it. Equal models are exported once on each rank
-(shared_exports.py).
+(shared_exports.py), and the machine is measured once (shared_measurements.py).
 
 A job is a function at the top level of a module. Every rank calls it inside a process group of its own, and what the
 ranks return comes back by rank. A job that fails or hangs ends the pool, because other ranks may wait for the failed
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from forked import context
 from shared_exports import SharedExports
+from shared_measurements import measure_once
 
 from autopar.capture import export
 
@@ -132,6 +133,7 @@ def _serve(connection: Connection, gpus: str | None) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     export._export = SharedExports(export._export)
+    measure_once()
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     while True:

@@ -80,7 +80,7 @@ def sending_fails(rank: int) -> tuple[str, list[float]]:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-LAYERS, WIDTH = 12, 4096  # 12 x 64 MiB, more than the 32 MiB up to which the C library keeps freed blocks
+LAYERS, WIDTH = 12, 3072  # 12 x 36 MiB, more than the 32 MiB up to which the C library keeps freed blocks
 WHOLE = LAYERS * WIDTH * WIDTH * 4  # bytes
 
 

@@ -97,9 +97,11 @@ class Hosts:
         timeout: float = 240.0,
         env: dict[str, str] | None = None,
         meanwhile: Callable[[], None] = lambda: None,
+        start: Sequence[str] = ("-m", "torch.distributed.run"),
     ) -> list[str]:
         """What `torchrun --nnodes` of the script prints in every host. `per_host`: ranks of each host, or of every one.
-        `meanwhile`: called once all have started. Raises RuntimeError, with what each printed, where one fails."""
+        `meanwhile`: called once all have started. `start`: what Python runs for torchrun. Raises RuntimeError, with
+        what each printed, where one fails."""
         counts = [per_host] * len(self.names) if isinstance(per_host, int) else per_host
         cores = sorted(os.sched_getaffinity(0))
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "eth0", **(env or {})}
@@ -107,7 +109,7 @@ class Hosts:
             mine = cores[i :: len(self.names)] or cores
             command = [
                 *("ip", "netns", "exec", name, "taskset", "-c", ",".join(map(str, mine))),
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.names))),
+                *(sys.executable, *start, "--nnodes", str(len(self.names))),
                 *("--nproc-per-node", str(counts[i]), "--node-rank", str(i)),
                 *("--master-addr", "10.77.0.1", "--master-port", "29511", str(script), *arguments),
             ]

@@ -1,5 +1,5 @@
-"""What short programs need that autopar imports late (launched.py): all but transformers, which ranks need, too
-(preloaded.py)."""
+"""What short programs need that autopar imports late (launched.py, torchruns.py): without transformers, which ranks of
+tests need, too (preloaded.py)."""
 
 import torch
 import torch._export.non_strict_utils

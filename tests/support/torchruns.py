@@ -109,6 +109,6 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         as_main(sys.argv[1:])
     else:
-        import preloaded  # noqa: F401
+        import preloaded_by_programs  # noqa: F401
 
         torchrun(sys.argv[1:])

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torchruns
 
 from benchmarks.hosts import hosts, losses, why_not
 from benchmarks.network import FAST, SLOW, planned
@@ -15,6 +16,7 @@ from benchmarks.network import FAST, SLOW, planned
 REASON = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
 exhaustive = pytest.mark.exhaustive
+FORKING = [torchruns.__file__]  # of each host, whose ranks torchrun forks
 
 SCRIPT = """
 import sys
@@ -71,7 +73,7 @@ def alone(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_hosts_with_different_numbers_of_ranks_train_as_one_process_does(script: Path, alone: list[float]) -> None:
     counts = (2, 1)
     with hosts(2, FAST) as network:
-        printed = network.torchrun(script, "3", "replicas", "searched", per_host=counts)
+        printed = network.torchrun(script, "3", "replicas", "searched", per_host=counts, start=FORKING)
     for found, count in zip(losses(printed), counts, strict=True):
         assert sorted(found) == pytest.approx(sorted(2 * count * alone), abs=2e-6)
     assert "no stage has a mesh" not in printed[0]  # meshes of the two ranks of the first host are searched
@@ -80,7 +82,7 @@ def test_hosts_with_different_numbers_of_ranks_train_as_one_process_does(script:
 @pytest.mark.parametrize(("n", "per_host"), [(2, 2), pytest.param(3, 1, marks=exhaustive)])
 def test_hosts_train_as_one_process_does(script: Path, alone: list[float], n: int, per_host: int) -> None:
     with hosts(n, FAST) as network:
-        printed = network.torchrun(script, str(n * per_host), "pipeline", "replicas", per_host=per_host)
+        printed = network.torchrun(script, str(n * per_host), "pipeline", "replicas", per_host=per_host, start=FORKING)
     for found in losses(printed):
         assert sorted(found) == pytest.approx(sorted(2 * per_host * alone), abs=2e-6)
 
@@ -94,8 +96,9 @@ def test_a_host_that_cannot_be_reached_any_more_ends_the_ranks_of_both(script: P
             time.sleep(0.1)
         network.unplug(1)
 
+    limit = {"AUTOPAR_RANK_TIMEOUT": "8"}
     with hosts(2, FAST) as network, pytest.raises(RuntimeError) as error:
-        network.torchrun(script, "2", "endless", env={"AUTOPAR_RANK_TIMEOUT": "8"}, meanwhile=unplug)
+        network.torchrun(script, "2", "endless", env=limit, meanwhile=unplug, start=FORKING)
     assert steps.exists()
     text = str(error.value)
     assert "rank 1 failed, last heard of" in text

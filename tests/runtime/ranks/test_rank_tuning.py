@@ -22,9 +22,10 @@ from rank_tuning import (
 )
 
 pytestmark = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("fastest", ["automatic 1", "automatic 2", "automatic 3"])
+@pytest.mark.parametrize("fastest", ["automatic 1", pytest.param("automatic 2", marks=exhaustive), "automatic 3"])
 def test_the_plan_is_followed_whose_steps_are_fastest_on_the_slowest_rank(ranks: RankPool, fastest: str) -> None:
     """On rank 0 another one is faster, for which rank 1 takes longer."""
     names = ["automatic 1", "automatic 2", "automatic 3"]
@@ -54,7 +55,7 @@ def test_a_candidate_of_the_users_runs_beside_the_others(ranks: RankPool) -> Non
         assert any("*mine " in note for note in one["notes"])
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=exhaustive), 3])
 def test_a_candidate_on_a_mesh_leaves_the_model_whole(ranks: RankPool, zero: int) -> None:
     for changed, notes, plain, loss in ranks.run(tuned_on_a_mesh, 2, zero):
         assert changed == []
@@ -73,7 +74,13 @@ def test_calibrating_steps_on_ranks_scale_predictions(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("n", "options"),
-    [(2, {"tune": 2}), (2, {}), (2, {"tune": 2, "n_microbatches": 4, "max_replicas": 1}), (3, {"tune": 3}), (4, {})],
+    [
+        (2, {"tune": 2}),
+        (2, {"tune": 2, "n_microbatches": 4, "max_replicas": 1}),
+        (4, {}),
+        pytest.param(2, {}, marks=exhaustive),
+        pytest.param(3, {"tune": 3}, marks=exhaustive),
+    ],
 )
 def test_a_tuned_plan_trains_like_the_plain_model_and_no_copy_stays(
     ranks: RankPool, n: int, options: dict[str, Any]

@@ -78,7 +78,7 @@ def test_stages_may_be_trained_in_different_ways(ranks: RankPool, what: str) -> 
     ("model", "plan", "n", "optimizer", "threads"),
     [
         ("mlp", "replicas 4", 4, "AdamW", 1),
-        ("mlp", "replicas 2,2", 4, "SGD", 1),
+        pytest.param("mlp", "replicas 2,2", 4, "SGD", 1, marks=pytest.mark.exhaustive),
         ("gpt2", "replicas 2,1", 3, "AdamW", 2),
         ("gpt2", "states 2x2 seed 1", 4, "RMSprop", 1),
         ("mixtral", "shards 2*2 seed 2", 4, "AdamW", 1),

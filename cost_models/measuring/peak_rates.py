@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
@@ -13,7 +12,6 @@ from cost_models.hardware.devices import Device, operator_threads, synchronize
 
 ROUNDS = 5  # the fastest counts: other programs only add time
 LAUNCHES = 200
-HOPELESS = 8  # a dtype whose first products take as many times as long as those of float32 gets no more of them
 
 _PRODUCT = {"cpu": 768, "cuda": 8192}  # rows of square factors: large enough to be limited by arithmetic
 _COPY = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes: larger than caches
@@ -28,7 +26,7 @@ def measure_spec(device: Device) -> DeviceSpec:
         single = _product_rate(device.torch_device, torch.float32)
         peaks = {"float32": single}
         for dtype in (torch.float16, torch.bfloat16):
-            rate = _product_rate(device.torch_device, dtype, hopeless=single / HOPELESS)
+            rate = _product_rate(device.torch_device, dtype)
             if rate > single:
                 peaks[str(dtype).removeprefix("torch.")] = rate
         bandwidth = _copy_rate(device.torch_device)
@@ -38,13 +36,12 @@ def measure_spec(device: Device) -> DeviceSpec:
     return DeviceSpec(device.kind, peaks, device.memory, bandwidth, 1.0, 1.0, launch, sources=sources)
 
 
-def _product_rate(place: torch.device, dtype: torch.dtype, hopeless: float = 0.0) -> float:
-    """FLOP/s of a large square product; of its first runs alone, where they stay below `hopeless` FLOP/s."""
+def _product_rate(place: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square product."""
     n = _PRODUCT[place.type]
-    longest = 2 * n**3 / hopeless if hopeless else math.inf
     a, b = (torch.ones(n, n, dtype=dtype, device=place) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * n**3 / _best(lambda: torch.mm(a, b, out=out), place, longest)
+    return 2 * n**3 / _best(lambda: torch.mm(a, b, out=out), place)
 
 
 def _copy_rate(place: torch.device) -> float:
@@ -65,11 +62,10 @@ def _launch_seconds(place: torch.device) -> float:
     return _best(launches, place) / LAUNCHES
 
 
-def _best(action: Callable[[], object], place: torch.device, longest: float = math.inf) -> float:
-    """The shortest of some runs, in seconds, after one that does not count. None follows the first two if both take
-    longer than `longest`."""
-    seconds: list[float] = []
-    while len(seconds) < 1 + ROUNDS and not (len(seconds) == 2 and min(seconds) > longest):
+def _best(action: Callable[[], object], place: torch.device) -> float:
+    """The shortest of some runs, in seconds, after one that does not count."""
+    seconds = []
+    for _ in range(1 + ROUNDS):
         start = time.perf_counter()
         action()
         synchronize(place)

@@ -14,31 +14,36 @@ ROUNDS = 5  # the fastest counts: other programs only add time
 LAUNCHES = 200
 
 _PRODUCT = {"cpu": 768, "cuda": 8192}  # rows of square factors: large enough to be limited by arithmetic
+_TRIAL = 192  # rows of square factors, multiplied in a hundredth of a second by a CPU that emulates the dtype
+_MUCH_SLOWER = 4  # than in float32, in a trial
 _COPY = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes: larger than caches
 
 
 def measure_spec(device: Device) -> DeviceSpec:
     """What `device` reaches, with its own number of threads; its efficiencies are 1, as the figures are reached ones.
 
-    Dtypes in which a product is slower than in float32 are left out: there float32 is what to compare with.
+    Dtypes in which a product is slower than in float32 are left out: there float32 is what to compare with. Large
+    products in float16 take a CPU a hundred times as long, so small ones are tried first.
     """
+    place = device.torch_device
     with operator_threads(device.threads):
-        single = _product_rate(device.torch_device, torch.float32)
+        single, trial = (_product_rate(place, torch.float32, n) for n in (_PRODUCT[place.type], _TRIAL))
         peaks = {"float32": single}
         for dtype in (torch.float16, torch.bfloat16):
-            rate = _product_rate(device.torch_device, dtype)
+            if _product_rate(place, dtype, _TRIAL) * _MUCH_SLOWER < trial:
+                continue
+            rate = _product_rate(place, dtype, _PRODUCT[place.type])
             if rate > single:
                 peaks[str(dtype).removeprefix("torch.")] = rate
-        bandwidth = _copy_rate(device.torch_device)
-        launch = _launch_seconds(device.torch_device)
+        bandwidth = _copy_rate(place)
+        launch = _launch_seconds(place)
     source = f"measured, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
     sources = dict.fromkeys(("peak_flops", "memory", "bandwidth", "launch"), source)
     return DeviceSpec(device.kind, peaks, device.memory, bandwidth, 1.0, 1.0, launch, sources=sources)
 
 
-def _product_rate(place: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square product."""
-    n = _PRODUCT[place.type]
+def _product_rate(place: torch.device, dtype: torch.dtype, n: int) -> float:
+    """FLOP/s of a product of `n` x `n` matrices."""
     a, b = (torch.ones(n, n, dtype=dtype, device=place) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * n**3 / _best(lambda: torch.mm(a, b, out=out), place)

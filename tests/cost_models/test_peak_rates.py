@@ -25,12 +25,3 @@ def test_large_products_are_timed_only_in_dtypes_that_small_ones_are_fast_in(mon
     assert measure_spec(device).peak_flops == {"float32": 1e11, "bfloat16": 2e11}
     rates[torch.bfloat16, large] = 0.9e11
     assert measure_spec(device).peak_flops == {"float32": 1e11}
-
-
-def test_rates_of_this_machine_are_positive() -> None:
-    (device,) = parse_devices(["cpu"])
-    spec = measure_spec(device)
-    assert spec.peak_flops["float32"] > 0
-    assert all(rate > spec.peak_flops["float32"] for dtype, rate in spec.peak_flops.items() if dtype != "float32")
-    assert spec.bandwidth > 0
-    assert spec.launch > 0

@@ -181,10 +181,15 @@ def planned(
     return make_plan(at_hand.costs, search, at_hand.meshes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "widest"),
-    [([0, 0, 1], 2), ([0, 0, 1], 3), ([0, 1, 0, 1], 2), ([0, 0, 0, 1, 1], 3), ([0, 0, 1, 1, 2], 4), ([0, 1], 2)],
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (([0, 0, 1], 3), ([0, 1, 0, 1], 2))),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (([0, 0, 1], 2), ([0, 0, 0, 1, 1], 3), ([0, 0, 1, 1, 2], 4), ([0, 1], 2))
+        ),
+    ],
 )
 def test_ranks_of_uneven_hosts_get_meshes_that_lie_in_them(
     hosts: list[int], widest: int, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,9 @@ INSIDE, ACROSS = Link(1e-6, 1e12), Link(1e-5, 1e10)
 _SIZES = (4 << 10, 1 << 20, 16 << 20)
 
 
+_SPECS: dict[tuple[str, int], DeviceSpec] = {}  # by kind and threads: measured once in a process
+
+
 class SimulatedRanks:
     """`RankMeasurements`. `asked`: the groups whose collectives were measured."""
 
@@ -35,7 +38,11 @@ class SimulatedRanks:
         return replace(passes_of(self._example, self._devices)(self._devices[ranks[0]], 1, rows, None), workers=workers)
 
     def spec(self, rank: int) -> DeviceSpec:
-        return measure_spec(self._devices[rank])
+        device = self._devices[rank]
+        key = device.kind, device.threads
+        if key not in _SPECS:
+            _SPECS[key] = measure_spec(device)
+        return _SPECS[key]
 
     def links(self) -> ProcessLinks:
         pairs = itertools.permutations(range(len(self.hosts)), 2)

@@ -113,7 +113,7 @@ def test_a_loss_outside_the_pipeline_makes_every_schedule_hold_what_gpipe_holds(
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(8), deadline=None)
+@settings(max_examples=examples(5, 80), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 3), st.booleans())
 def test_the_number_of_micro_batches_is_any_up_to_the_batch(batch: int, devices: int, inside: bool) -> None:
     costs = costs_of(3, (devices,), batch)
@@ -216,7 +216,7 @@ def uneven(costs: CostGraph, factors: np.ndarray) -> CostGraph:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(10, 200), deadline=None)
 @given(data=st.data())
 def test_of_all_cuts_in_two_the_one_with_the_shortest_step_is_found(data: st.DataObject) -> None:
     """Also with few micro-batches, for which the search's objective is far above the step of some cuts."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import assert_same_gradients, gpt2, gradients, tokens
@@ -104,7 +105,7 @@ def test_without_dynamic_every_length_is_captured_by_itself(traced: list[str]) -
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@settings(max_examples=examples(7, 300), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 40)), min_size=2, max_size=6))
 def test_any_sequence_of_batches_and_lengths_is_exact(calls: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)

@@ -217,10 +217,9 @@ def language_model(name: str) -> tuple[nn.Module, dict[str, int]]:
     ("name", "hidden"),
     [
         ("gpt2", "future"),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("llama", "future"), ("mistral", "mask"), ("bert", "nothing"))
-        ),
+        ("mistral", "mask"),
+        ("bert", "nothing"),
+        pytest.param("llama", "future", marks=pytest.mark.exhaustive),
     ],
 )
 def test_language_models_call_attention_as_they_do_without_a_capture(name: str, hidden: str) -> None:

@@ -213,7 +213,9 @@ MORE = [(name, mesh) for name in ("gpt2", "bert", "llama", "t5", "resnet") for m
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=str
+    ("name", "mesh"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive if case[0] == "gpt2" else ()) for case in MORE)],
+    ids=str,
 )
 @pytest.mark.slow
 def test_collectives_run_as_they_were_priced(name: str, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,18 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(
     ("model", "degrees", "said"),
     [
-        (ENCODER, {"data": 8}, "Data parallel 8, 1 micro-batch of 2 samples on each replica."),
+        pytest.param(
+            ENCODER,
+            {"data": 8},
+            "Data parallel 8, 1 micro-batch of 2 samples on each replica.",
+            marks=pytest.mark.exhaustive,
+        ),
         (ENCODER, {"data": 8, "zero": 3}, "Data parallel 8, ZeRO-3, 1 micro-batch"),
         (ENCODER, {"tensor": 2, "data": 4, "zero": 1}, "Data parallel 4 x tensor parallel 2, ZeRO-1, 1 micro-batch"),
         (Recurrent(), {"data": 8}, "Data parallel 8, 1 micro-batch of 2 samples on each replica."),
-        (Recurrent(), {"data": 8, "zero": 1}, "Data parallel 8, ZeRO-1, 1 micro-batch"),
+        pytest.param(
+            Recurrent(), {"data": 8, "zero": 1}, "Data parallel 8, ZeRO-1, 1 micro-batch", marks=pytest.mark.exhaustive
+        ),
         (
             nn.LSTM(32, 32, batch_first=True),
             {"tensor": 2, "data": 4},

@@ -21,7 +21,7 @@ def _copies(model: nn.Module, before: Set[int] = frozenset()) -> set[int]:
 
 @pytest.mark.slow
 def test_planning_and_comparing_leave_no_copy_of_the_model_behind() -> None:
-    model, inputs = gpt2().train(), {"input_ids": tokens(8), "use_cache": False}
+    model, inputs = gpt2().train(), {"input_ids": tokens(4), "use_cache": False}
     before = _copies(model)
     plan = autopar.plan(model, ["cpu", "cpu"], example_kwargs=inputs, max_replicas=1, schedule="gpipe", cache=False)
     assert not _copies(model, before)

@@ -146,7 +146,6 @@ EVERY_TENTH_CASE = (
     "ranks/test_rank_training.py",
     "ranks/test_ranks.py",
     "ranks/test_states.py",
-    "plan/test_plan_file_sizes.py",
     "report/test_sharding_report.py",
     "runtime/test_autograd.py",
     "runtime/test_batches.py",

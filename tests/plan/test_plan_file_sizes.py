@@ -40,8 +40,10 @@ def assert_is_short(plan: Plan) -> None:
     assert len(text.encode()) < MOST
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "nodes",
+    [pytest.param(nodes, marks=pytest.mark.slow if nodes == 1 else pytest.mark.exhaustive) for nodes in (1, 2, 4)],
+)
 def test_an_automatic_plan_takes_less_than_10_kb(nodes: int) -> None:
     model, call = llama_of_16_layers()
     plan = autopar.plan(model, Cluster.preset("8xH100", nodes), **call)
@@ -54,13 +56,17 @@ def by_hand(**degrees: Any) -> Plan:
     return Plan.by_hand(model, Cluster.preset("8xH100"), micro_batch=1, **degrees, **call)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
     [
-        {"tensor": 2, "pipeline": 2, "data": 2, "zero": 3, "chunks": 4, "recompute": "selective"},
-        {"tensor": 2, "pipeline": 4, "chunks": 4, "sequence_parallel": True, "recompute": "full"},
-        {"pipeline": 8, "chunks": 2, "recompute": "full"},
+        pytest.param(degrees, marks=pytest.mark.exhaustive if number else pytest.mark.slow)
+        for number, degrees in enumerate(
+            (
+                {"tensor": 2, "pipeline": 2, "data": 2, "zero": 3, "chunks": 4, "recompute": "selective"},
+                {"tensor": 2, "pipeline": 4, "chunks": 4, "sequence_parallel": True, "recompute": "full"},
+                {"pipeline": 8, "chunks": 2, "recompute": "full"},
+            )
+        )
     ],
     ids=str,
 )
@@ -88,11 +94,19 @@ def test_a_plan_by_hand_takes_less_than_10_kb(degrees: dict[str, Any]) -> None:
         assert_is_short(by_hand(**degrees, chunks=chunks))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["selective", "full", "selective-op", "stage"])
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_plan_by_hand_that_recomputes_takes_less_than_10_kb(recompute: str, zero: int, sequence: bool) -> None:
+# Every recomputation, every stage of ZeRO, chunks and sequence parallelism occur.
+USUAL = {("selective", 0, False, 4), ("full", 1, True, 1), ("selective-op", 2, False, 1), ("stage", 3, True, 4)}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "zero", "sequence", "chunks"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in USUAL else pytest.mark.exhaustive)
+        for case in itertools.product(("selective", "full", "selective-op", "stage"), range(4), (False, True), (1, 4))
+    ],
+)
+def test_a_plan_by_hand_that_recomputes_takes_less_than_10_kb(
+    recompute: str, zero: int, sequence: bool, chunks: int
+) -> None:
     degrees = {"tensor": 2, "pipeline": 2, "data": 2, "zero": zero, "sequence_parallel": sequence}
-    for chunks in (1, 4):
-        assert_is_short(by_hand(**degrees, recompute=recompute, chunks=chunks))
+    assert_is_short(by_hand(**degrees, recompute=recompute, chunks=chunks))

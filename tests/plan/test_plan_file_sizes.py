@@ -40,10 +40,8 @@ def assert_is_short(plan: Plan) -> None:
     assert len(text.encode()) < MOST
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [pytest.param(nodes, marks=pytest.mark.slow if nodes == 1 else pytest.mark.exhaustive) for nodes in (1, 2, 4)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_an_automatic_plan_takes_less_than_10_kb(nodes: int) -> None:
     model, call = llama_of_16_layers()
     plan = autopar.plan(model, Cluster.preset("8xH100", nodes), **call)

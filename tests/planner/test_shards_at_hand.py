@@ -119,14 +119,14 @@ def test_no_other_boundary_between_meshes_makes_the_step_shorter(
     plan = autopar.plan(model, DEVICES, **call, **options)
     assert shards(plan) == [2, 2]
     first = len(plan.stages[0].operators)  # one for each layer
-    for boundary in range(1, len(model)):
-        other, at_first = plan, boundary > first
-        for layer in range(first, boundary) if at_first else reversed(range(boundary, first)):
-            other = other.move(str(layer), stage=0 if at_first else 1)
-        assert len(other.stages[0].operators) == boundary
-        assert plan.predicted_step_time is not None
-        assert other.predicted_step_time is not None
-        assert plan.predicted_step_time <= other.predicted_step_time * 1.01
+    assert plan.predicted_step_time is not None
+    for stage, boundaries in ((0, range(first + 1, len(model))), (1, range(first - 1, 0, -1))):
+        other = plan
+        for boundary in boundaries:
+            other = other.move(str(boundary if stage else boundary - 1), stage=stage)
+            assert len(other.stages[0].operators) == boundary
+            assert other.predicted_step_time is not None
+            assert plan.predicted_step_time <= other.predicted_step_time * 1.01
 
 
 @pytest.mark.usefixtures("fast_meshes")

@@ -103,6 +103,57 @@ def changed_on_one_rank(what: str, data: str) -> list[str]:
     return found
 
 
+def loss_of_its_own(plan: str, what: str) -> dict[str, Any]:
+    """The last rank goes back from another loss of the same outputs: what that raises, whether it counts as one that
+    rank 0 shows, and the error of the gradients after all ranks then go back from the same loss, or after it raised
+    nothing."""
+    original, pm, x = ready(Job("mlp", plan))
+    last = dist.get_rank() == dist.get_world_size() - 1
+    target = {"target": x + 1, "order": x.flip(0)}.get(what, x) if last else x
+    factor = {"scale": 2.0, "overflow": torch.inf, "rounding": 1 + 1e-11}.get(what, 1.0) if last else 1.0
+    first = raised_by(lambda: (factor * functional.mse_loss(pm(x), target)).backward())
+    if first[0]:
+        functional.mse_loss(pm(x), x).backward()
+    functional.mse_loss(original(x), x).backward()
+    return {"raised": first, "error": gradient_error(pm, original)}
+
+
+def gone_back_on_some_outputs() -> str:
+    """What is raised where the last rank's loss leaves one of the outputs out."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(12, 12), TwoHeads()
+    plan = autopar.Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)
+    pm, x = autopar.parallelize(nn.Sequential(first, second), plan=plan), torch.randn(8, 12)
+
+    def step() -> None:
+        one, other = pm(x)
+        loss = one.square().mean()
+        (loss if dist.get_rank() else loss + other.square().mean()).backward()
+
+    return message_of(step)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(12, 3), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), self.other(x)
+
+
+def another_batch_after_evaluations(call: str) -> str:
+    """What the first training call raises, whose batch is another one on every rank, after many evaluations."""
+    _, pm, x = ready(Job("mlp", "replicas 2"))
+    for _ in range(4):
+        with torch.no_grad():
+            pm(x)
+    own = x + dist.get_rank()
+    if call == "train_step":
+        return message_of(lambda: pm.train_step(x, target=own, loss_fn=functional.mse_loss))
+    return message_of(lambda: pm(own))
+
+
 def clipped_with_another_model(what: str) -> dict[str, float]:
     """Errors of clipping with two models on ranks: the first layer of one, or all parameters of both."""
     original, pm, x = ready(Job("mlp", "chain"))

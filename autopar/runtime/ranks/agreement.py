@@ -148,24 +148,26 @@ class CallAgreement:
         self._changes.agree([theirs[n:] for theirs in found])
         return [theirs[:n] for theirs in found]
 
-    def is_content_due(self) -> bool:
-        """Whether this call's content is compared. Once for every call."""
-        return self._due.now()
+    def is_content_due(self, kind: CallKind, leaves: CallLeaves, signature: object | None = None) -> bool:
+        """Whether this call's content is compared. Once for every call. `signature`: of the call, where it is known."""
+        return self._due.now((kind.trains, kind.grad, kind.training, leaves.structure), signature)
 
-    def check(self, kind: CallKind, call: CallArguments, split: int) -> int:
+    def check(self, kind: CallKind, call: CallArguments, split: int, signature: object | None) -> int:
         """Raise InputError on all ranks unless they make the same call with the same batch.
 
-        `split`: what this rank knows of the call's loss. Returns it if all know the same, else 0.
+        `split`: what this rank knows of the call's loss. Returns it if all know the same, else 0. `signature`: of the
+        call; None: it is captured now, and its content compared.
         """
         leaves = CallLeaves(self._model, call)
         shapes = zlib.crc32(repr([tuple(kind), leaves.structure, *map(described, leaves.values)]).encode())
-        due, content = self.is_content_due(), 0
+        due, content = signature is None or self.is_content_due(kind, leaves, signature), 0
         if due:
             for leaf in leaves.values:
                 content = content_of(leaf, content) if isinstance(leaf, torch.Tensor) else content
         found = self.gathered_numbers([shapes, content, split])
         if any(theirs[:2] != found[0][:2] for theirs in found):
-            contents = [content_of(x, 0) if due and isinstance(x, torch.Tensor) else 0 for x in leaves.values]
+            # Of all: whether the content is due depends on the capture, which may be new on some ranks alone.
+            contents = [content_of(x, 0) if isinstance(x, torch.Tensor) else 0 for x in leaves.values]
             self.refuse(kind, leaves, list(map(described, leaves.values)), contents, _WHOLE)
         return split if all(theirs[2] == split for theirs in found) else 0
 

@@ -15,6 +15,7 @@ from autopar.capture import torch_private, torch_private_ranks
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.runtime.ranks.agreement import CallAgreement, CallKind, checksum_of
 from autopar.runtime.ranks.executable import RankExecutable
+from autopar.runtime.ranks.gradients.output_gradients import OutputGradientAgreement
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.own_parameters import refused_in
 from autopar.runtime.ranks.parameters.holders import sparse_problem
@@ -45,6 +46,7 @@ class RankCalls(CallRunner):
         self._world, self._on_rank, self._rank_parameters = world, signatures, signatures.parameters
         self._agreement = CallAgreement(world, model, self._rank_parameters.changes)
         self._shares = ShareAgreement(world, model, signatures.settings.batch_dim, self._agreement)
+        self._output_gradients = OutputGradientAgreement(world)
         self._per_rank = per_rank
         self._accumulates = False
         self._profiles = False  # the call is one of a profiled step
@@ -131,7 +133,7 @@ class RankCalls(CallRunner):
             signature = self._on_rank.captured(call, state)
             split = self._on_rank.known_split(call, signature)
             kind = kind._replace(is_known=signature is not None)
-            self._on_rank.agreed_split = self._agreement.check(kind, call, split)
+            self._on_rank.agreed_split = self._agreement.check(kind, call, split, signature)
             raised.begin()
             with raised.together():
                 yield call
@@ -171,7 +173,8 @@ class RankCalls(CallRunner):
         if run.call.seed is not None:  # every rank draws what one process would draw, and that of rank 0 counts
             run.call = replace(run.call, seed=self._world.broadcast_number(run.call.seed, 0))
         shares = shared.shares if shared is not None and not trains else None
-        return RankRun(run, self._rank_parameters, shares=shares, accumulates=self._accumulates)
+        agreement = None if self._per_rank else self._output_gradients
+        return RankRun(run, self._rank_parameters, shares=shares, agreement=agreement, accumulates=self._accumulates)
 
     def _refuse_sparse_gradients(self, bound: BoundCall) -> None:
         """Raise PlanError, on all ranks, for parameters that are trained with sparse gradients. The plan may have been

@@ -17,8 +17,10 @@ from autopar.analysis.example import LossFunction
 from autopar.errors import InputError
 from autopar.runtime.ranks.batch_statistics import share_statistics
 from autopar.runtime.ranks.executable import RankExecutable
+from autopar.runtime.ranks.faults.heartbeats import ANOTHER_BACKWARD
 from autopar.runtime.ranks.gradients.input_gradients import needing_gradients, share_input_gradients
 from autopar.runtime.ranks.gradients.loss_gradients import share_loss_gradients
+from autopar.runtime.ranks.gradients.output_gradients import OutputGradientAgreement
 from autopar.runtime.ranks.gradients.reduction import GradientSums
 from autopar.runtime.ranks.losses import SharedLosses
 from autopar.runtime.ranks.messages.packing import Values
@@ -44,19 +46,26 @@ class RankRun(Run):
     executable: RankExecutable
 
     def __init__(
-        self, run: Run, placed: RankParameters, *, shares: Shares | None = None, accumulates: bool = False
+        self,
+        run: Run,
+        placed: RankParameters,
+        *,
+        shares: Shares | None = None,
+        agreement: OutputGradientAgreement | None = None,
+        accumulates: bool = False,
     ) -> None:
         """`run`: the call as one process would run it, not started. `shares`: of a forward, where ranks share the
-        batch, so that each starts the backward from its own samples. `accumulates`: leave gradients of ranks apart."""
+        batch, so that each starts the backward from its own samples. `agreement`: where all pass the whole batch, and
+        start from the same gradients. `accumulates`: leave gradients of ranks apart."""
         assert isinstance(run.executable, RankExecutable)
         super().__init__(run.executable, run.call, run.lock, device_context=run._device_context, recorder=run._recorder)
         self._rank_parameters = placed
-        self._shares, self._accumulates = shares, accumulates
+        self._shares, self._agreement, self._accumulates = shares, agreement, accumulates
         self._made: dict[int, tuple[torch.Size, torch.dtype]] = {}  # the outputs of the forward that are tensors
         self._wire: Wire | None = None
         self._losses: SharedLosses | None = None
         self._sent: dict[int, SentValues] = {}  # by micro-batch
-        self._may_go_back = False
+        self._may_go_back = self._has_gone_back = False
         self._trained: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._loss_reads_leaves = False  # on any rank
         if self.call.loss is not None:
@@ -88,9 +97,17 @@ class RankRun(Run):
 
     def backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> None:
         refuse_dtensors(gradients)
-        if self._shares is not None:
-            gradients = self._of_all_ranks(gradients, self._shares)
-        super().backward(gradients, keep_graph)
+        if not self._has_activations:
+            super().backward(gradients, keep_graph)  # raises
+        # If only some ranks go back again, what the others are told names this call.
+        what = ANOTHER_BACKWARD if self._has_gone_back else "backward"
+        self._has_gone_back = True
+        with self.executable.world.watcher.call(what):
+            if self._agreement is not None:
+                self._agreement.check(gradients, self.executable)
+            if self._shares is not None:
+                gradients = self._of_all_ranks(gradients, self._shares)
+            super().backward(gradients, keep_graph)
 
     def _of_all_ranks(self, gradients: Sequence[torch.Tensor | None], shares: Shares) -> list[torch.Tensor | None]:
         """The gradients of the outputs of the whole batch: the loss is the mean of the ranks' losses, weighted by

@@ -194,7 +194,7 @@ class ShareAgreement:
         found = self._dims(call, inputs, leaves.values[len(inputs) :])
         unknown: list[int | None] = [None] * len(leaves.values)
         dims, n = found if isinstance(found, tuple) else (unknown, -1)
-        due, error = self._agreement.is_content_due(), found if isinstance(found, InputError) else None
+        due, error = self._agreement.is_content_due(kind, leaves), found if isinstance(found, InputError) else None
         shares, dims = self._agreed_shares(kind, leaves, dims, n, error, due=due)
         wholes = [
             leaf if dim is None else _with_room(leaf, dim, shares)

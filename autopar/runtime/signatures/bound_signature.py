@@ -51,7 +51,7 @@ class RunSettings:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class BoundSignature:
     """One captured signature, and how it runs once it is bound to a plan."""
 

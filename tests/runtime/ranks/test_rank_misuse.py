@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_misuse import (
+    another_batch_after_evaluations,
     called_as_a_whole,
     caught_inside_accumulation,
     changed_on_one_rank,
@@ -16,7 +17,9 @@ from rank_misuse import (
     clipped_with_another_model,
     different_calls,
     empty_batch,
+    gone_back_on_some_outputs,
     loss_of_another_dtype,
+    loss_of_its_own,
     loss_with_a_late_scale,
     raised_together,
     refused_where_a_rank_goes_on,
@@ -71,6 +74,41 @@ def test_a_model_that_changes_on_one_rank_is_refused_on_all(ranks: RankPool, wha
     for message, later in ranks.run(changed_on_one_rank, 2, what, data):
         assert re.match(f"InputError: ranks differ in {CHANGED[what]}", message), message
         assert later == ""
+
+
+@pytest.mark.parametrize(
+    ("n", "plan", "what"),
+    [
+        *((2, "replicas 2", what) for what in ("target", "order", "scale", "overflow")),
+        (3, "chain", "target"),
+        (2, "hand tensor=2", "scale"),
+    ],
+)
+def test_another_loss_of_the_outputs_is_refused_on_all_ranks(ranks: RankPool, n: int, plan: str, what: str) -> None:
+    """And ranks that go back from the same loss afterwards train as in one process."""
+    for found in ranks.run(loss_of_its_own, n, plan, what):
+        kind, message, is_shown_by_first = found["raised"]
+        assert (kind, is_shown_by_first) == ("InputError", True)
+        assert message.startswith("ranks differ in the gradient of the outputs from which backward() starts (output 0")
+        assert f"rank {n - 1}" in message
+        assert found["error"] < TOLERANCE
+
+
+def test_losses_may_differ_between_ranks_by_rounding(ranks: RankPool) -> None:
+    for found in ranks.run(loss_of_its_own, 2, "replicas 2", "rounding"):
+        assert found["raised"] == ("", "", False)
+        assert found["error"] < TOLERANCE
+
+
+def test_a_loss_that_leaves_an_output_out_on_one_rank_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(gone_back_on_some_outputs, 2):
+        assert re.search(r"\(output 1 of the model: one of norm .* on rank 0, none on rank 1\)", message), message
+
+
+@pytest.mark.parametrize(("call", "what"), [("train_step", "the target"), ("forward", "input 'input'")])
+def test_the_first_training_calls_are_compared_after_evaluations(ranks: RankPool, call: str, what: str) -> None:
+    for message in ranks.run(another_batch_after_evaluations, 2, call):
+        assert message.startswith(f"InputError: ranks differ in the content of {what} "), message
 
 
 @pytest.mark.parametrize("what", ["a layer", "both models"])

@@ -15,6 +15,7 @@ from autopar.errors import InputError
 from autopar.runtime.ranks.faults import attempts
 from autopar.runtime.ranks.faults.attempts import attempt_number
 from autopar.runtime.ranks.faults.failure import Failure, LostRankError, Position
+from autopar.runtime.ranks.faults.heartbeats import ANOTHER_BACKWARD
 from autopar.runtime.ranks.faults.raised_calls import RaisedCalls
 from autopar.runtime.ranks.faults.watcher import TIMEOUT, TIMEOUT_VARIABLE, Watcher, timeout_given
 from autopar.schedule.clock import Phase
@@ -76,6 +77,22 @@ def test_a_broken_connection_is_the_failure_of_its_other_end() -> None:
         error
     )
     assert second.heartbeats.known() == first.heartbeats.known()
+
+
+@pytest.mark.slow
+def test_threads_that_lose_connections_together_look_once_for_the_rank_that_ended(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The caller's, and one that saves."""
+    first, *others = watchers(3)
+    for one in others:
+        one.heartbeats.beat(one.position)
+    lost = RuntimeError("Connection closed by peer")
+    with first.call("train_step"), ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: str(first.lost(lost)), range(2)))
+    assert found[0] == found[1]
+    said = capfd.readouterr().err
+    assert said.count("looks for the rank that ended") == said.count("all ranks end") == 1
 
 
 class LosableStore:
@@ -195,6 +212,18 @@ def test_ranks_that_stay_in_different_calls_end() -> None:
     assert str(found) == (
         "rank 1 failed in call 2, train_step: rank 0 is in another call 2, save, and both wait: every rank must make "
         "the same calls in the same order"
+    )
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_rank_that_goes_back_again_alone_is_the_one_that_failed(again: int) -> None:
+    """Whichever rank notices."""
+    ranks = watchers(2)
+    with ranks[again].call(ANOTHER_BACKWARD), ranks[1 - again].call("forward"):
+        found = listened(ranks, 13)
+    assert str(found) == (
+        f"rank {again} failed in call 1, another backward of the same outputs: rank {1 - again} is in another call 1, "
+        "forward, and both wait: every rank must make the same calls in the same order"
     )
 
 

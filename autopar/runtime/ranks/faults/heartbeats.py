@@ -24,6 +24,7 @@ from typing import Any
 from autopar.runtime.ranks.faults.failure import Failure, Position
 
 BEAT = 0.5  # s between two beats
+ANOTHER_BACKWARD = "another backward of the same outputs"  # what a call is named that goes back again
 DIFFERENT = 10.0  # s that two ranks may be in different calls: beats are taken while calls begin and end
 
 _FAILED = "failed"
@@ -99,11 +100,15 @@ class Heartbeats:
         before, seconds = self._different
         self._different = (calls, seconds + elapsed if calls == before else 0.0)
         if self._different[1] > DIFFERENT:
+            sides = [(self._rank, own), (rank, other)]
+            if other.what == ANOTHER_BACKWARD:  # the call that is too much
+                sides.reverse()
+            (failing, position), (waiting, there) = sides
             cause = (
-                f"rank {rank} is in another call {other.call}, {other.what}, and both wait: every rank must make the "
-                "same calls in the same order"
+                f"rank {waiting} is in another call {there.call}, {there.what}, and both wait: every rank must make "
+                "the same calls in the same order"
             )
-            self.record(Failure(self._rank, cause, own, self._rank))
+            self.record(Failure(failing, cause, position, self._rank))
 
     def record(self, failure: Failure) -> Failure:
         """The first failure of the job, which is this one if none is known yet. Works without a store."""

@@ -144,6 +144,8 @@ class Watcher:
         self._n_raised = 0  # of the calls
         self._last_error = ""  # that the last call raised, if it did
         self._own = threading.Event()  # this rank failed by itself, and is about to end
+        # Of the thread that finds out what failed: one that saves may lose its connection together with the caller's.
+        self._finding = threading.Lock()
         self._stopped = threading.Event()
         self._n_looks = 0
         self._store_lost = False
@@ -203,16 +205,17 @@ class Watcher:
     def failed(self, error: BaseException) -> Failure:
         """Record that this rank failed, or that it lost another one, and print it once. Returns the job's first
         failure."""
-        if isinstance(error, LostRankError):
-            failure = self._lost([error.rank], error.cause, error.due)
-        elif is_lost_connection(error):
-            failure = self._lost([r for r in range(self.size) if r != self.rank], described(error))
-        else:
-            failure = Failure(self.rank, described(error), error.__dict__.get(_WHERE, self.position), self.rank)
-        first = self.heartbeats.record(failure)
-        if first.noticed_by == self.rank and not self._own.is_set():
-            _say(f"{first}; all ranks end")
-        self._own.set()
+        with self._finding:
+            if isinstance(error, LostRankError):
+                failure = self._lost([error.rank], error.cause, error.due)
+            elif is_lost_connection(error):
+                failure = self._lost([r for r in range(self.size) if r != self.rank], described(error))
+            else:
+                failure = Failure(self.rank, described(error), error.__dict__.get(_WHERE, self.position), self.rank)
+            first = self.heartbeats.record(failure)
+            if first.noticed_by == self.rank and not self._own.is_set():
+                _say(f"{first}; all ranks end")
+            self._own.set()
         return first
 
     def lost(self, error: BaseException) -> BaseException:

@@ -48,6 +48,11 @@ def memory_of(tensor: DTensor) -> tuple[StorageWeakRef, StorageWeakRef]:
     return StorageWeakRef(tensor.untyped_storage()), StorageWeakRef(tensor._local_tensor.untyped_storage())
 
 
+def replicates_plain_tensors() -> bool:
+    """Whether operators take plain tensors beside DTensors, as inside of torch's `implicit_replication()`."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
 def inside_ddp() -> bool:
     """Whether DistributedDataParallel runs a forward in this process (it tells no module that it wraps it)."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None

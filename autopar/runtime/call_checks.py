@@ -11,7 +11,8 @@ from torch import nn
 from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError
 
-_UNWRAP = "call pm.unwrap(), the model itself, for that"
+UNWRAP = "call pm.unwrap(), the model itself, for that"
+IN_ONE_PROCESS = "do that in one process, as no rank has the whole model: save with autopar.save, and load it there"
 
 
 class Pipelined:
@@ -48,27 +49,28 @@ def check_process(process: int) -> None:
         )
 
 
-def check_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], instead: str) -> None:
     """Raise AutoparError for derivatives that a pipeline does not compute: those of torch.func, and forward-mode ones.
 
-    The pipeline is one node of the autograd graph, whose backward is all that there is.
+    The pipeline is one node of the autograd graph, whose backward is all that there is. `instead`: what to do.
     """
     if torch_private.inside_function_transform():
         raise AutoparError(
             "a pipelined module cannot be called inside torch.func.grad, vmap, jvp, jacrev and the like, because its "
-            f"workers do not see what these transform; {_UNWRAP}"
+            f"workers do not see what these transform; {instead}"
         )
     if torch_private.inside_forward_mode() and any(
         isinstance(leaf, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(leaf).tangent is not None
         for leaf in torch_private.tree_leaves((args, kwargs))
     ):
-        raise AutoparError(f"a pipelined module has no forward-mode derivatives (torch.autograd.forward_ad); {_UNWRAP}")
+        raise AutoparError(f"a pipelined module has no forward-mode derivatives (torch.autograd.forward_ad); {instead}")
 
 
-def check_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module, instead: str) -> None:
     """Raise InputError if a parameter is replaced by a tensor that needs a gradient, as by torch.func.functional_call.
 
-    The gradient would not reach the tensor: the pipeline accumulates those of the model's own parameters.
+    The gradient would not reach the tensor: the pipeline accumulates those of the model's own parameters. `instead`:
+    what to do.
     """
     if not torch.is_grad_enabled():
         return
@@ -78,5 +80,5 @@ def check_parameters(model: nn.Module) -> None:
                 raise InputError(
                     f"'{f'{path}.{name}'.lstrip('.')}' is replaced by a tensor that needs a gradient, as "
                     "torch.func.functional_call does, and a pipelined module has gradients of the model's own "
-                    f"parameters only; {_UNWRAP}, or call it under torch.no_grad()"
+                    f"parameters only; {instead}, or call it under torch.no_grad()"
                 )

@@ -21,7 +21,7 @@ from autopar.plan.display import printable, reported
 from autopar.plan.plan import Plan
 from autopar.plan.plan_report import ReportKeywords
 from autopar.runtime.arguments import check_loss
-from autopar.runtime.call_checks import Pipelined, check_process, check_tensors
+from autopar.runtime.call_checks import UNWRAP, Pipelined, check_process, check_tensors
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, left_to_python, visible_class
 from autopar.runtime.own_devices import takes_cache
@@ -54,6 +54,8 @@ class PipelinedModule(Pipelined, nn.Module):
     `plan`: the plan in force (None until the first call, which makes it; `print(pm)` says so). `stages`: one
     torch.fx.GraphModule per stage. `last_profile`: the last step that `train_step` profiled (None if there is none).
     """
+
+    _instead = UNWRAP  # what to do about what a pipelined module cannot
 
     def __init__(
         self,
@@ -238,7 +240,7 @@ class PipelinedModule(Pipelined, nn.Module):
         call = CallArguments(args, kwargs)
         if self._calls.runs_the_model(call):
             return self._calls.plain_call(call)
-        check_tensors(args, kwargs)
+        check_tensors(args, kwargs, self._instead)
         if takes_cache(args, kwargs):
             with self._calls.unpipelined(
                 "a call with a key-value cache", "a captured model could not update it in place"
@@ -350,7 +352,7 @@ class PipelinedModule(Pipelined, nn.Module):
         return on_stages
 
     def _pipelined_step(self, call: CallArguments, *, profile: bool) -> tuple[torch.Tensor, Any]:
-        check_tensors(call.args, call.kwargs)
+        check_tensors(call.args, call.kwargs, self._instead)
         if takes_cache(call.args, call.kwargs):
             raise InputError("train_step does not update a key-value cache; leave past_key_values out")
         with torch.enable_grad():

@@ -144,8 +144,6 @@ def refusals() -> dict[str, str]:
         found["autocast"] = message_of(lambda: pm(x))
     _, pm, x = ready()
     step(pm, x)
-    state = {name: torch.zeros(p.shape) for name, p in pm.named_parameters()}
-    found["load"] = message_of(lambda: pm.load_state_dict(state))
     found["copy"] = message_of(lambda: copy.deepcopy(pm))
     found["profile"] = message_of(lambda: pm.train_step(x, target=x, loss_fn=functional.mse_loss, profile=rank == 1))
     return found

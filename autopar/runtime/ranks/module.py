@@ -15,6 +15,7 @@ from autopar.analysis.example import Example
 from autopar.errors import InputError
 from autopar.options import Data, PlanOptions
 from autopar.plan.plan import Plan
+from autopar.runtime.call_checks import IN_ONE_PROCESS
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.ranks.agreement import compare, digest
 from autopar.runtime.ranks.calls import RankCalls
@@ -36,6 +37,8 @@ from cost_models.hardware.devices import Device
 class RankedModule(PipelinedModule):
     """This rank's part of the model. After the first call `parameters()` and `state_dict()` have what this rank holds:
     DTensors under the original names."""
+
+    _instead = IN_ONE_PROCESS
 
     def __init__(
         self,
@@ -145,14 +148,6 @@ class RankedModule(PipelinedModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._on_rank.parameters.check_data()
         return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self.placed:
-            raise InputError(
-                "load_state_dict() would load whole tensors into this rank's parts: load before the first call, or use "
-                "torch.distributed.checkpoint with pm.state_dict(), which loads in place"
-            )
-        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _profiled(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
         with self._calls.profiling():

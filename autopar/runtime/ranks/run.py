@@ -15,6 +15,7 @@ import torch
 
 from autopar.analysis.example import LossFunction
 from autopar.errors import InputError
+from autopar.runtime.call_checks import IN_ONE_PROCESS
 from autopar.runtime.ranks.batch_statistics import share_statistics
 from autopar.runtime.ranks.executable import RankExecutable
 from autopar.runtime.ranks.faults.heartbeats import ANOTHER_BACKWARD
@@ -44,6 +45,7 @@ class RankRun(Run):
     """One call, between its forward and its backward, on one rank."""
 
     executable: RankExecutable
+    instead = IN_ONE_PROCESS
 
     def __init__(
         self,

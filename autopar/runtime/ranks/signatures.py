@@ -18,6 +18,7 @@ from autopar.capture.program import flattened
 from autopar.errors import InputError, PlanError
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
+from autopar.runtime.call_checks import IN_ONE_PROCESS
 from autopar.runtime.initial_values.missing_values import is_hollow
 from autopar.runtime.ranks.agreement import compare, digest, weights_digest
 from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
@@ -48,6 +49,8 @@ _SAME_SCRIPT = "run the same script with the same data on every rank"
 
 class RankCaptures(Captures):
     """The captures of one model on one rank. All ranks capture at the same time, or all raise."""
+
+    instead = IN_ONE_PROCESS
 
     def __init__(self, world: World, parameters: RankParameters, *args: Any) -> None:
         super().__init__(*args)

@@ -25,7 +25,7 @@ from autopar.capture.autocast_answers import Asking
 from autopar.capture.call_inputs import leaf_names
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, common_device, flattened
-from autopar.runtime.call_checks import check_model, check_parameters
+from autopar.runtime.call_checks import UNWRAP, check_model, check_parameters
 from autopar.runtime.own_devices import on_own_devices
 from autopar.runtime.signatures.bound_signature import BoundSignature, RunSettings
 from autopar.runtime.signatures.dynamic import changed_floats, describe_size, differing, open_sizes, value_of
@@ -70,6 +70,8 @@ class _Symbolic:
 class Captures:
     """All captures of one model."""
 
+    instead = UNWRAP  # what to do about what a pipelined module cannot
+
     def __init__(
         self, model: nn.Module, devices: Sequence[Device], settings: RunSettings, warnings: OneTimeWarnings
     ) -> None:
@@ -102,7 +104,7 @@ class Captures:
                     self.known.remove(signature)
                     self.known.append(signature)
                 return BoundCall(signature, *bound)
-        check_parameters(self._model)
+        check_parameters(self._model, self.instead)
         check_model(self._model)  # a module may have been replaced since it was wrapped
         args, kwargs = ordinary((call.args, call.kwargs))
         call = call._replace(args=args, kwargs=kwargs)

@@ -76,7 +76,7 @@ class PipelinedCall(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():  # of a backward with create_graph=True
             with torch.no_grad():
-                return _refusing_second_derivatives(PipelinedCall.first_derivatives(ctx, *gradients))
+                return _refusing_second_derivatives(PipelinedCall.first_derivatives(ctx, *gradients), ctx.run.instead)
         return PipelinedCall.first_derivatives(ctx, *gradients)
 
     @staticmethod
@@ -114,24 +114,26 @@ class SecondDerivative(torch.autograd.Function):
     constants, and what is computed from them (a gradient penalty) would train nothing."""
 
     @staticmethod
-    def forward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def forward(ctx: Any, instead: str, *gradients: torch.Tensor) -> Any:
+        """`instead`: what to do, for the error."""
+        ctx.instead = instead
         return tuple(gradient.view_as(gradient) for gradient in gradients)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise AutoparError(
             "a pipelined module has no second derivatives (create_graph=True), as gradient penalties and Hessians need "
-            "them; call pm.unwrap(), the model itself, for that part of the loss"
+            f"them; {ctx.instead}"
         )
 
 
-def _refusing_second_derivatives(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same gradients; a backward through them raises AutoparError."""
+def _refusing_second_derivatives(gradients: tuple[Any, ...], instead: str) -> tuple[Any, ...]:
+    """The same gradients; a backward through them raises AutoparError. `instead`: what to do."""
     places = [i for i, gradient in enumerate(gradients) if isinstance(gradient, torch.Tensor)]
     if not places:
         return gradients
     with torch.enable_grad():
-        passed = SecondDerivative.apply(*(gradients[i].detach().requires_grad_() for i in places))
+        passed = SecondDerivative.apply(instead, *(gradients[i].detach().requires_grad_() for i in places))
     by_place = dict(zip(places, passed, strict=True))
     return tuple(by_place.get(i, gradient) for i, gradient in enumerate(gradients))
 

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from autopar.capture import torch_private
+from autopar.runtime.call_checks import UNWRAP
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.signatures.loss_splits import check_trains
 from autopar.runtime.stages.executable import Executable
@@ -54,6 +55,8 @@ Acts = dict[Phase, Callable[[StageReplica, int], None]]
 
 class Run:
     """One call, between its forward and its backward. `tensors`: what the workers have stored of it so far."""
+
+    instead = UNWRAP  # what to do about what a pipelined module cannot
 
     def __init__(
         self,

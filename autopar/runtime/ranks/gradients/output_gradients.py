@@ -1,7 +1,7 @@
 """Whether all ranks go back from the same gradients of a call's outputs.
 
 ```
-   every rank   outputs of the whole batch -> the caller's loss -> gradients of the outputs -> backward of its own stages
+   every rank   outputs of the whole batch -> the caller's loss -> their gradients -> backward of its own stages
 ```
 Each rank's stages read the gradients that its own loss made. With another target on one rank, or another loss, the sum
 over ranks would be the gradient of neither. Rounding is no difference: a rank on a GPU of another kind may compute the
@@ -63,16 +63,19 @@ class OutputGradientAgreement:
 
 def _refusal(place: int, others: Sequence[int], found: Sequence[_Digest]) -> InputError:
     """`others`: the ranks whose gradient of output `place` differs from rank 0's."""
-    one, other = (
-        "none" if digest == _NO_GRADIENT else f"one of norm {digest.norm:.6g}"
-        for digest in (found[0], found[others[0]])
-    )
-    there = f"{other} on rank {others[0]}" if one != other else f"{names_of(others)} from rank 0, with the same norm"
+
+    def described(digest: _Digest) -> str:
+        return "none" if digest == _NO_GRADIENT else f"norm {digest.norm:.6g}"
+
+    here, there = described(found[0]), described(found[others[0]])
+    difference = f"{here} on rank 0, {there} on rank {others[0]}"
+    if here == there:
+        difference = f"{names_of(others)} from rank 0, with the same {here}"
     return on_all_ranks(
         InputError(
             f"ranks differ in the gradient of the outputs from which backward() starts (output {place} of the model: "
-            f"{f'{one} on rank 0, ' if one != other else ''}{there}); compute the same loss from the same targets on "
-            "every rank, or give parallelize data='per-rank', and every rank its own samples"
+            f"{difference}); compute the same loss from the same targets on every rank, or give parallelize "
+            "data='per-rank', and every rank its own samples"
         )
     )
 

@@ -155,6 +155,11 @@ class ModelTables:
         return any(entry.after is None and entry.module is module and entry.name == name for entry in self._entries)
 
     @property
+    def lacking(self) -> tuple[str, ...]:
+        """The names of all tensors that this rank does not have."""
+        return tuple(entry.path for entry in self._entries if entry.after is None)
+
+    @property
     def kept(self) -> frozenset[str]:
         """The names of all tensors that this rank holds a part of."""
         return frozenset(entry.path for entry in self._entries if entry.after is not None)

@@ -43,6 +43,7 @@ from autopar.runtime.ranks.parameters.model_changes import ModelChanges
 from autopar.runtime.ranks.parameters.model_tables import ModelTables
 from autopar.runtime.ranks.parameters.optimizer_watch import OptimizerWatch
 from autopar.runtime.ranks.parameters.optimizers import check_works
+from autopar.runtime.ranks.parameters.part_guard import PartGuard
 from autopar.runtime.ranks.parameters.step_agreement import StepAgreement
 from autopar.runtime.ranks.world import World, current
 from autopar.runtime.stages.device_tensors import move
@@ -131,6 +132,7 @@ class RankParameters:
             StepAgreement(self._world, names, self._holdings, own),
         )
         self._tables.place(self._model, self._new)
+        PartGuard(self._tables.lacking).put_on(self._model)
         self._watch.placed(self)
 
     def _make_meshes(self, plan: Plan, stages: Sequence[StageGrid]) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-10  # float64
 PARTS = {
     "chain": r"this rank has only its part of the model: '.*' and \d+ more are on other ranks",
-    "replicas 2": r"on ranks the model's parameters are DTensors \('0.weight' among them\), which take no plain tensors",
+    "replicas 2": r"on ranks the model's parameters are DTensors \('0.weight' among them\), which take no plain",
 }
 
 
@@ -23,7 +23,7 @@ def test_a_model_that_is_called_by_itself_says_what_to_do(ranks: RankPool, plan:
     for found in ranks.run(called_by_itself, 2, plan):
         for message in (found["model"], found["copy"]):
             assert re.match(
-                f"InputError: {PARTS[plan]}, so that the model itself cannot run here: call pm, ", message
+                f"InputError: {PARTS[plan]}.*, so that the model itself cannot run here: call pm, ", message
             ), message
         assert found["same modules"]
         assert found["same keys"]

@@ -145,7 +145,7 @@ class Watcher:
         self._last_error = ""  # that the last call raised, if it did
         self._own = threading.Event()  # this rank failed by itself, and is about to end
         # Of the thread that finds out what failed: one that saves may lose its connection together with the caller's.
-        self._finding = threading.Lock()
+        self._finding = threading.RLock()
         self._stopped = threading.Event()
         self._n_looks = 0
         self._store_lost = False

@@ -37,10 +37,13 @@ def test_a_model_is_captured_whole_and_every_setting_stays(settings: tuple[tuple
 def test_programs_may_use_the_older_attributes(older: bool) -> None:
     with float32_settings_kept():
         torch.backends.cudnn.allow_tf32 = older
-        before = torch_environment()
-        assert not capture(nn.Linear(4, 4), (torch.randn(4, 4),), {}).uncaptured
-        assert torch_environment() == before
-        assert torch.backends.cudnn.allow_tf32 == older
+        try:
+            before = torch_environment()
+            assert not capture(nn.Linear(4, 4), (torch.randn(4, 4),), {}).uncaptured
+            assert torch_environment() == before
+            assert torch.backends.cudnn.allow_tf32 == older
+        finally:
+            torch.backends.cudnn.allow_tf32 = True
 
 
 def test_settings_that_follow_a_general_one_follow_it_afterwards() -> None:

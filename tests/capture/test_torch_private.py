@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 
 from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private, torch_private_ranks
@@ -552,3 +553,10 @@ def test_the_class_of_an_output_that_export_does_not_know_is_found() -> None:
         torch.export.export(ReturnsDevice(), (torch.ones(2),), strict=False)
     assert torch_private.unknown_output(refused.value) is torch.device
     assert torch_private.unknown_output(RuntimeError("of another kind")) is None
+
+
+def test_it_is_known_where_operators_take_plain_tensors_beside_dtensors() -> None:
+    assert not torch_private_ranks.replicates_plain_tensors()
+    with implicit_replication():
+        assert torch_private_ranks.replicates_plain_tensors()
+    assert not torch_private_ranks.replicates_plain_tensors()

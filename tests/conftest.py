@@ -75,8 +75,8 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
-# Files whose tests keep the same promise for many models: every tenth case runs by default, every fifth one in the slow
-# set, the others among the exhaustive tests.
+# Files whose tests keep the same promise for many models: every tenth case runs by default, or in the slow set if the
+# test is slow, the others among the exhaustive tests.
 EVERY_TENTH_CASE = (
     "analysis/test_batch_proof.py",
     "analysis/test_batching.py",
@@ -182,8 +182,8 @@ EVERY_TENTH_CASE = (
     "sharding/test_strategies.py",
 )
 
-# Files whose tests keep a promise for some models each: the first case runs by default, the others in the slow set.
-# Of a file that is in EVERY_TENTH_CASE, too, every fifth case is in the slow set, and the rest are exhaustive.
+# Files whose tests keep a promise for some models each: the first case runs by default, every other one of the rest in
+# the slow set. Of a file that is in EVERY_TENTH_CASE, too, every tenth case is in the slow set.
 FIRST_CASE = (
     "capture/test_attention_masks.py",
     "capture/test_float32_settings.py",
@@ -202,6 +202,8 @@ FIRST_CASE = (
     "planner/test_laws.py",
     "planner/test_losses_left_out.py",
     "planner/test_losses_with_tensors.py",
+    "planner/test_memory_under_autocast.py",
+    "planner/test_recomputed_collectives.py",
     "report/test_axis_words.py",
     "runtime/test_autocast_answers.py",
     "runtime/test_changed_attributes.py",
@@ -221,9 +223,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file, test = "/".join(item.path.parts[-2:]), item.nodeid.partition("[")[0]
         number = cases.setdefault(test, 0)
         cases[test] += 1
-        if file in EVERY_TENTH_CASE and number % 10:
-            item.add_marker(pytest.mark.exhaustive if number % 5 else pytest.mark.slow)
-        if file in FIRST_CASE and number:
+        if file in EVERY_TENTH_CASE and number % 10 or file in FIRST_CASE and number % 2:
+            item.add_marker(pytest.mark.exhaustive)
+        elif file in FIRST_CASE and number:
             item.add_marker(pytest.mark.slow)
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
 

@@ -185,7 +185,7 @@ def test_training_leaves_parameters_as_they_were(workload: Workload, report: Rep
         assert torch.equal(ours, fresh)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_overhead_has_a_time_and_a_ceiling_for_every_number_of_microbatches() -> None:
     counts = (2, 4)
     result = overhead.measure(overhead.Scale(counts, 2), Kept())
@@ -237,7 +237,7 @@ def test_the_ceiling_of_overhead_computes_what_the_plain_model_does_in_turn() ->
         np.testing.assert_allclose(mean, parameter.grad.numpy(), rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_zoo_compares_a_model_with_its_copy() -> None:
     subject = zoo.bert(quick=True)
     row = zoo.measure(subject, rounds=1)
@@ -260,7 +260,7 @@ def test_halves_of_a_subject_make_the_step_of_the_whole() -> None:
     assert np.mean(halves) == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_estimates_measure_the_step_beside_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -369,7 +369,7 @@ def test_what_is_not_installed_has_no_row_and_is_listed(without_gpipe: None) -> 
         assert set(missing) == set(peers.SYSTEMS) - {AUTOPAR}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchgpipe_steps_with_one_worker_and_with_one_a_stage_compute_what_the_plain_model_does() -> None:
     with operator_threads(1):
         _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None, Kept())

@@ -84,7 +84,7 @@ def test_every_goal_of_one_device_is_measured_on_a_cpu_or_says_why_not(name: str
     assert all(p.grad is None for p in subject.workload.model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 def test_several_devices_are_compared_with_one() -> None:

@@ -179,7 +179,7 @@ def test_a_batch_of_a_prime_number_of_samples_is_split_where_that_is_faster() ->
     assert step_time(plan) < step_time(case.plan(n_microbatches=1))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_large_search_finds_a_plan_where_only_the_smallest_micro_batches_fit() -> None:
     """A sample needs the memory of several devices, so that meshes must be far wider than what so many micro-batches
     usually have."""

@@ -138,7 +138,6 @@ EVERY_TENTH_CASE = (
     "planner/test_step_prices.py",
     "planner/test_strategy_search.py",
     "planner/test_transit_memory.py",
-    "ranks/test_bad_input.py",
     "ranks/test_collective_order.py",
     "ranks/test_initial_values.py",
     "ranks/test_rank_checkpoints.py",
@@ -223,7 +222,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file, test = "/".join(item.path.parts[-2:]), item.nodeid.partition("[")[0]
         number = cases.setdefault(test, 0)
         cases[test] += 1
-        if file in EVERY_TENTH_CASE and number % 10 or file in FIRST_CASE and number % 2:
+        if (file in EVERY_TENTH_CASE and number % 10) or (file in FIRST_CASE and number % 2):
             item.add_marker(pytest.mark.exhaustive)
         elif file in FIRST_CASE and number:
             item.add_marker(pytest.mark.slow)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -268,6 +270,17 @@ def test_create_graph_alone_gives_the_first_derivatives() -> None:
     pm.zero_grad()
     pm.unwrap()(X).square().sum().backward()
     torch.testing.assert_close(found, [p.grad for p in pm.parameters()])
+
+
+def test_a_module_is_freed_after_a_backward_with_create_graph() -> None:
+    pm = pipelined()
+    x = X.clone().requires_grad_()
+    torch.autograd.grad(pm(x).square().mean(), x, create_graph=True)
+    model = weakref.ref(pm.unwrap())
+    pm.close()
+    del pm
+    gc.collect()
+    assert model() is None
 
 
 def _functional(pm: PipelinedModule) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:

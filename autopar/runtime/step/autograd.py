@@ -75,8 +75,10 @@ class PipelinedCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():  # of a backward with create_graph=True
+            # Without their graph, which leads back to this node: the run that keeps them would never be freed.
+            constants = [None if gradient is None else gradient.detach() for gradient in gradients]
             with torch.no_grad():
-                return _refusing_second_derivatives(PipelinedCall.first_derivatives(ctx, *gradients), ctx.run.instead)
+                return _refusing_second_derivatives(PipelinedCall.first_derivatives(ctx, *constants), ctx.run.instead)
         return PipelinedCall.first_derivatives(ctx, *gradients)
 
     @staticmethod

@@ -1,5 +1,9 @@
-"""The error this package raises about hardware."""
+"""The error this package raises about hardware, and the base class that it shares with autopar's errors."""
 
 
-class DeviceError(ValueError):
+class AutoparError(Exception):
+    """Base class of the errors of autopar and its cost models."""
+
+
+class DeviceError(AutoparError, ValueError):
     """A device that cannot be used: the message names it and says what would be right."""

@@ -117,7 +117,7 @@ def test_a_mutated_plan_file_runs_as_it_prints_or_not_at_all(data: st.DataObject
     try:
         pm = autopar.parallelize(original, DEVICES, plan=plan, cache=False)
         found = pm(X)
-    except (AutoparError, DeviceError):
+    except AutoparError:
         return
     torch.testing.assert_close(found, wanted)
     found.sum().backward()
@@ -211,7 +211,7 @@ def _survives(cluster: Cluster, path: Path) -> None:
 @given(st.one_of([mutated(text) for text in CLUSTERS]))
 def test_a_plan_for_a_mutated_cluster_is_made_or_refused(text: str) -> None:
     Path("cluster.toml").write_bytes(text.encode(errors="replace"))
-    with contextlib.suppress(DeviceError, AutoparError):
+    with contextlib.suppress(AutoparError):
         cluster = Cluster.from_toml("cluster.toml")
         if len(cluster.devices) <= 16:
             plan = autopar.plan(model(), cluster, example_args=(X,), max_shards=1)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import autopar
 from autopar.version import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -176,3 +177,9 @@ def test_planning_leaves_the_random_numbers_of_a_script_as_they_were() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "True"
+
+
+def test_every_error_that_is_exported_derives_from_autopar_error() -> None:
+    exported = [getattr(autopar, name) for name in autopar.__all__ if name.endswith("Error")]
+    assert autopar.DeviceError in exported
+    assert all(issubclass(error, autopar.AutoparError) for error in exported)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,8 +74,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that `node` overwrites in place (batch norm's running statistics included)."""
     if (opaque := uncaptured(node)) is not None:
         return [n for n in opaque.written_operands(node.args) if isinstance(n, fx.Node)]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if getattr(node.target, "_schema", None) is None:
         if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
             return node.all_input_nodes[:1]
         owner = node.graph.owning_module
@@ -82,15 +82,21 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
             in_place = getattr(owner.get_submodule(str(node.target)), "inplace", False)
             return node.all_input_nodes[:1] if in_place else []
         return []
-    written = []
-    for index, argument in enumerate(schema.arguments):
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += [n for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)]
+    written: list[fx.Node] = []
+    for index, name in _written_places(node.target):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
+        written += [n for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)]
     # These write running statistics in training, which their schemas do not declare.
     if operator_name(node) in ("batch_norm", "instance_norm") and node.args[5]:
         written += [n for n in node.args[3:5] if isinstance(n, fx.Node)]
     return written
+
+
+@cache
+def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that a torch operator's schema says are written: their positions and names."""
+    places = enumerate(operator._schema.arguments)
+    return tuple((i, one.name) for i, one in places if one.alias_info is not None and one.alias_info.is_write)
 
 
 def nested_block(node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:

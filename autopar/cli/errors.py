@@ -44,7 +44,7 @@ class ErrorGroup(TyperGroup):
 
 
 def _message_and_status(error: Exception) -> tuple[str, int]:
-    if isinstance(error, (AutoparError, DeviceError)):
+    if isinstance(error, AutoparError):
         wrote = isinstance(error, (InputError, PlanError, DeviceError))
         return "\n".join(map(printable, str(error).splitlines())), 2 if wrote else 1
     where = users_line(error)

@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import cost_models
-from cost_models.errors import DeviceError
+from cost_models.errors import AutoparError, DeviceError
 from cost_models.measuring.cache import unusable_values_counted
 
 _OTHER_CODE = ("autopar", "torch", "contextlib")  # packages whose lines a warning does not name
 
 
 _Error = TypeVar("_Error", bound=BaseException)
-
-
-class AutoparError(Exception):
-    """Base class of autopar's own errors."""
 
 
 class CaptureError(AutoparError):

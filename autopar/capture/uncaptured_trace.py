@@ -36,7 +36,7 @@ from autopar.capture.rehearsal import (
 )
 from autopar.capture.source_code import source_code
 from autopar.capture.uncaptured import Structure, TensorResult, Uncaptured
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, users_line
 
 _library = torch.library.Library("autopar_uncaptured", "DEF")
 _library.define("call(Tensor[] tensors, SymInt[] sizes, str name) -> Tensor[]")
@@ -154,8 +154,10 @@ def rehearsed(
         raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        line = users_line(error)
         raise RehearsalError(
-            f"to run a part uncaptured, the model ran on the example call, and it raised {type(error).__name__}: {text}"
+            f"the model itself raised {type(error).__name__} on this call{f' at {line}' if line else ''}: {text}; "
+            "give inputs that it runs on"
         ) from error
 
 

@@ -6,6 +6,7 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,21 @@ def test_capturing_leaves_buffers_attributes_and_random_generators_as_they_were(
     assert operator.effects.random
     assert operator.effects.stateful
     assert len(operator.effects.written) == 2
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_inputs_that_the_model_does_not_run_on_are_told_from_code_that_cannot_be_captured() -> None:
+    told = rf"the model itself raised RuntimeError on this call at \S*{Path(__file__).name}:\d+: .*shapes cannot be"
+    with pytest.raises(CaptureError, match=told):
+        capture(OneLayer(), (torch.ones(4, WIDTH + 1),), {})
 
 
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:

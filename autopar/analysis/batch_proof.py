@@ -30,7 +30,7 @@ from torch import fx
 
 from autopar.analysis.operators import nested_block, written_arguments
 from autopar.analysis.rules.calls import OperatorCall, shape_of, size_of
-from autopar.analysis.rules.notation import Rule, Size
+from autopar.analysis.rules.notation import IndexKind, Rule, Size
 from autopar.analysis.rules.table import bind, rule_name
 from autopar.analysis.rules.views import FILLINGS, LIKE, LIKE_OTHERS, NEW
 from autopar.analysis.rules.views import RULES as VIEWS
@@ -61,6 +61,7 @@ from autopar.capture.program import Program, is_getitem
 
 States = State | tuple["States", ...]  # of a tensor or number, or of each item of a tuple
 _WRITES_PART = "writes into a part of a tensor"
+_IGNORES = "averages over a number of targets that depends on their values"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def prove(program: Program) -> Proof:
     unknown: Unproven | None = None
     for index, output in enumerate(flat):
         state = walk.states[output] if isinstance(output, fx.Node) else Unbatched()
-        result = _combination(program, index, output, state, walk)
+        result = _combination(program, flat, index, state, walk)
         outputs.append(result if isinstance(result, OutputCombination) else None)
         refuted = refuted or (result if isinstance(result, Mixed) else None)
         unknown = unknown or (result if isinstance(result, Unproven) else None)
@@ -130,9 +131,10 @@ def propagate(program: Program, states: Mapping[fx.Node, State]) -> _Walk | None
 
 
 def _combination(
-    program: Program, index: int, node: fx.Node, state: States, walk: _Walk
+    program: Program, flat: Sequence[Any], index: int, state: States, walk: _Walk
 ) -> OutputCombination | Mixed | Unproven:
-    """How flat output number `index`, computed by `node`, is combined; or the state that rules it out."""
+    """How flat output number `index` is combined; or the state that rules it out."""
+    node: fx.Node = flat[index]
     match state:
         case Mixed() | Unproven():
             return state
@@ -141,15 +143,13 @@ def _combination(
         case Sum():
             return OutputCombination("sum")
         case Mean(counted):
-            if counted is not None and rule_name(counted) in DIVISIONS:
+            if counted is None:
+                return OutputCombination("mean")
+            if rule_name(counted) in DIVISIONS:
                 return Mixed(counted, DIVIDES)
-            if counted is not None and _has_class_weights(counted):
-                return Mixed(counted)
-            if counted is not None and not (counted is node and index in program.weights):
-                return Unproven(
-                    counted, "averages over the targets that it does not ignore, and their number is unknown"
-                )
-            return OutputCombination("mean", weight=program.weights.get(index))
+            if not _is_number_of_targets(flat[program.weights[index]] if index in program.weights else None, counted):
+                return Mixed(counted, _IGNORES)
+            return OutputCombination("mean", weight=program.weights[index])
         case Extent(size):
             return (
                 OutputCombination("sum")
@@ -168,10 +168,12 @@ def _combination(
     return Unproven(node, "is not one tensor")
 
 
-def _has_class_weights(node: fx.Node) -> bool:
-    """Whether `node` is a mean cross-entropy with class weights."""
-    arguments = cross_entropy_arguments(node)
-    return arguments is not None and arguments.weight is not None
+def _is_number_of_targets(count: Any, mean: fx.Node) -> bool:
+    """Whether the output `count` is the number of targets that the cross-entropy `mean` averages. (See `tidy`.)"""
+    arguments = cross_entropy_arguments(mean)
+    if count is None or arguments is None or arguments.weight is not None:
+        return False
+    return bool(count.args[0].args == (arguments.target, arguments.ignore_index))
 
 
 class _Walk:
@@ -267,7 +269,7 @@ class _Walk:
         if isinstance(value, (int, float)):
             return Unbatched()  # a size that export has proven constant
         if unknown is not None:
-            return unknown
+            return self._mean_of_unknown_number(node) or unknown
         results = list(value) if isinstance(value, (tuple, list)) else [value]
         shapes = [tuple(map(self._size, shape)) for r in results if (shape := shape_of(r)) is not None]
         if len(shapes) != len(results):
@@ -281,6 +283,20 @@ class _Walk:
         else:
             states = self._followed(node, shapes)
         return tuple(states) if isinstance(value, (tuple, list)) else states[0]
+
+    def _mean_of_unknown_number(self, node: fx.Node) -> Mixed | None:
+        """The state of a mean over as many entries as the values decide, such as those under a mask; None for others.
+
+        A micro-batch's mean has the weight of its own number of entries, which is not that of its samples.
+        """
+        rule = bind(node, self._value)
+        if rule is None:
+            return None
+        averaged = [rule.sizes.get(index) for index, kind in rule.kinds.items() if kind is IndexKind.AVERAGED]
+        sizes = [self._size(size) for size in averaged if isinstance(size, sympy.Basic)]
+        if not any(size.free_symbols - {BATCH} for size in sizes):
+            return None
+        return Mixed(node, "averages over a number of entries that depends on values")
 
     def _followed(self, node: fx.Node, shapes: list[tuple[Size, ...]]) -> Sequence[State]:
         """The states of the results of an operator: by a special case along the batch dimension, or by its rule."""

@@ -4,9 +4,9 @@
    operator is named.
 2. Run the graph on a few samples together, and on the same samples in two parts. A dimension whose size follows the
    number of samples is a batch dimension.
-3. Where the proof is open: if every output of the whole equals the combined outputs of the parts, the batch may be
-   split; otherwise the first operator with a different value is named. A proof is believed, unless the caller wants it
-   verified in the same way.
+3. Where the proof is open: if every output of the whole equals the combined outputs of the parts, for the example's
+   values and for variations of them, the batch may be split; otherwise the first operator with a different value is
+   named. A proof is believed, unless the caller wants it verified in the same way.
 
 Float32 products are exact to float32 in these runs (`full_float32`): rounded to TF32, results for a batch and for its
 parts may differ, as the algorithm depends on the size. Batch norm in training uses its running statistics there: how
@@ -15,6 +15,7 @@ its statistics are computed is the caller's choice.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from autopar.analysis.node_values import (
 from autopar.analysis.operators import is_random, operator_name
 from autopar.analysis.sample_states import DIVIDES
 from autopar.analysis.uncaptured_samples import relates_samples
+from autopar.analysis.varied_samples import varied
 from autopar.capture.cleanup import aten
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.program import Program
@@ -47,6 +49,7 @@ from autopar.capture.uncaptured import uncaptured
 from cost_models.measuring.environment import full_float32
 
 Values = dict[fx.Node, Any]
+_VARIATIONS = 3  # of the samples that are compared where the proof is open
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,10 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False) -> Batch
                 _look(program, flat, probe(program, leaves, rows, reverse=reverse), rows, rows - least_rows, proven)
                 for reverse in orders
             ]
+            for seed in range(_VARIATIONS if proof.verdict == "open" or verify else 0):
+                other = varied(program, probe(program, leaves, rows, reverse=False), seed)
+                with contextlib.suppress(Exception):  # values that the model does not take
+                    findings.append(_look(program, flat, other, rows, rows - least_rows, proven))
             if program.uncaptured:  # nothing is known of its code: compare the example as it is, too
                 cuts = {c for c in (1, size // 4, size // 2, size - 1) if least_rows <= c <= size - least_rows}
                 findings += [_look(program, flat, leaves, size, cut, proven) for cut in sorted(cuts)]
@@ -311,7 +318,7 @@ def _opaque_relation(program: Program, values: Values) -> str:
     for node in program.graph.nodes:
         opaque = uncaptured(node)
         if opaque is not None and relates_samples(opaque, fx.map_arg(node.args, values.__getitem__)):
-            return f"{describe(node)} mixes samples: its results depend on which samples share a batch"
+            return f"{describe(node)} mixes samples: its results, or their gradients, depend on which samples share a batch"
     return ""
 
 

@@ -35,6 +35,7 @@ from autopar.analysis.rules.calls import quotient
 from autopar.analysis.rules.indexing import PLACES
 from autopar.analysis.rules.notation import Dims, IndexKind, Rule, Size
 from autopar.analysis.rules.views import MOVES, RESHAPES
+from autopar.capture.cleanup import cross_entropy_arguments
 
 BATCH = sympy.Symbol("B", integer=True, positive=True)  # samples in the whole batch, or in a micro-batch
 
@@ -92,6 +93,7 @@ class Unproven:
 State = Unbatched | Split | Sum | Mean | Extent | Mixed | Unproven
 DIVIDES = "divides by a number computed from the values of the whole batch"
 _FOLDS = "folds the batch dimension in a way that the proof cannot follow"
+_NUMBERS = "adds means over different numbers of values"
 _USES_COUNT = "computes with the number of samples"
 DIVISIONS = ("div", "divide", "true_divide")
 _PRODUCTS = ("mul", "multiply")
@@ -315,9 +317,19 @@ def _follow_totals(node: fx.Node, name: str, rule: Rule, states: Sequence[State]
     if sums and not means and any(sums == group for group in rule.linear):
         return Sum()
     if means and not sums and any(means <= group for group in rule.linear):
-        counted = {s.counted for s in states if isinstance(s, Mean)}
-        return Mean(*counted) if len(counted) == 1 else Unproven(node, "adds means over different numbers of values")
+        counted = {_averaged(s.counted): s.counted for s in states if isinstance(s, Mean)}
+        return (
+            Mean(*counted.values()) if len(counted) == 1 else Mixed(node, "adds means over different numbers of values")
+        )
     return Mixed(node)
+
+
+def _averaged(counted: fx.Node | None) -> object:
+    """What `Mean.counted` averages over: equal for cross-entropies of the same targets, as of several heads."""
+    arguments = None if counted is None else cross_entropy_arguments(counted)
+    if arguments is None or arguments.weight is not None:
+        return counted
+    return arguments.target, arguments.ignore_index
 
 
 def _scaled(node: fx.Node, state: State, size: Size, divides: bool) -> State:

@@ -2,12 +2,13 @@
 
 Nothing is known of its code, so that a comparison on one example may miss what it does: `if x.sum() > 0` takes the same
 branch for the whole batch and for its parts, until a batch comes where it does not. So the samples are scaled, negated
-and permuted, and the results for the whole are compared with those for two parts.
+and permuted, and the results for the whole are compared with those for two parts; so are the gradients of its inputs,
+as code may have a backward of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ _VARIATIONS = 8
 
 
 def relates_samples(operator: Uncaptured, operands: Sequence[Any]) -> bool:
-    """Whether a result for all samples differs from those for two parts of them, put together.
+    """Whether a result or gradient for all samples differs from those for two parts of them, put together.
 
     `operands`: of one call. Results without a dimension for samples are not compared. A variation that the operator
     does not run on says nothing.
@@ -33,22 +34,45 @@ def relates_samples(operator: Uncaptured, operands: Sequence[Any]) -> bool:
     for _ in range(_VARIATIONS):
         changed = _varied(operands, dims, rows, generator)
         cut = int(torch.randint(1, rows, (), generator=generator, device="cpu"))
+        ranges = ((0, rows), (0, cut), (cut, rows))
         try:
-            whole, first, second = (
-                operator.observed(*_narrowed(changed, dims, start, stop))
-                for start, stop in ((0, rows), (0, cut), (cut, rows))
-            )
+            calls = [_narrowed(changed, dims, *ends) for ends in ranges]
+            results = [operator.observed(*call) for call in calls]
+            arriving = _Arriving(outputs, results[0], generator)
+            gradients = [
+                operator.observed_gradients(call, arriving.of(*ends)) for call, ends in zip(calls, ranges, strict=True)
+            ]
         except Exception:  # values that its code does not take
             continue
-        for dim, all_rows, *parts in zip(outputs, whole, first, second, strict=True):
-            if dim is not None and not _equal(all_rows, parts, dim):
+        pairs = [*zip(outputs, *results, strict=True), *zip(dims, *gradients, strict=True)]
+        for dim, whole, *parts in pairs:
+            if dim is not None and whole is not None and not _equal(whole, parts, dim):
                 return True
     return False
 
 
-def _equal(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> bool:
+class _Arriving:
+    """Gradients that arrive at the results of an operator: random ones, of which a part of the samples gets its own."""
+
+    def __init__(self, dims: Sequence[int | None], results: Sequence[torch.Tensor], generator: torch.Generator) -> None:
+        """dims: of the samples in `results`, which are those of all samples. Without one nothing arrives."""
+        self._dims = dims
+        drawn = [torch.randn(r.shape, generator=generator, device="cpu").to(r) for r in results]
+        self._whole = [torch.zeros_like(g) if dim is None else g for g, dim in zip(drawn, dims, strict=True)]
+
+    def of(self, start: int, stop: int) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """Those of samples `start` to `stop`, by number of the result."""
+
+        def gradient(number: int, result: torch.Tensor) -> torch.Tensor:
+            dim, whole = self._dims[number], self._whole[number]
+            return torch.zeros_like(result) if dim is None else whole.narrow(dim, start, stop - start)
+
+        return gradient
+
+
+def _equal(whole: torch.Tensor, parts: Sequence[torch.Tensor | None], dim: int) -> bool:
     try:
-        return close(whole, torch.cat(list(parts), dim))
+        return close(whole, torch.cat([part for part in parts if part is not None], dim))
     except RuntimeError:  # their other sizes differ
         return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,12 @@ _CROSS_ENTROPIES = (
     aten.nll_loss.default,
     aten.nll_loss_nd.default,
     aten.nll_loss2d.default,
+)
+# Sums and multiples of means. What else they are of, the proof decides that a batch may be split.
+_ADDITIONS = (
+    *(aten.add.Tensor, aten.add.Scalar, aten.add_.Tensor, aten.sub.Tensor, aten.sub.Scalar, aten.neg.default),
+    *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.clone.default),
+    *(aten.to.dtype, aten.to.device, aten._to_copy.default),
 )
 _CROSS_ENTROPY_DEFAULTS = (None, 1, -100, 0.0)  # weight, reduction (1: mean), ignore_index, label_smoothing
 
@@ -152,7 +158,8 @@ def cross_entropy_arguments(node: fx.Node) -> CrossEntropyArguments | None:
 
 
 def _count_elements(graph: fx.Graph) -> None:
-    """Add one output per output that is a mean cross-entropy: the number of targets that it averages.
+    """Add one output per output that is a mean cross-entropy, or such means of the same targets added up and scaled:
+    the number of targets that it averages.
 
     Targets equal to `ignore_index` do not count, so the mean over micro-batches weighs them by their numbers of
     targets, not of samples.
@@ -161,16 +168,30 @@ def _count_elements(graph: fx.Graph) -> None:
     results = list(output.args[0])  # type: ignore[arg-type]
     counts, weighted = [], []
     for index, node in enumerate(results):
-        if not isinstance(node, fx.Node) or node.target is not aten.cross_entropy_loss.default:
+        averaged = {(a.target, a.ignore_index): n for n, a in _added_up(node) if a.weight is None}
+        if len(averaged) != 1:
             continue
-        arguments = cross_entropy_arguments(node)
-        if arguments is None or arguments.weight is not None:
-            continue
+        ((arguments, mean),) = averaged.items()
         with graph.inserting_before(output):
-            counted = graph.call_function(aten.ne.Scalar, (arguments.target, arguments.ignore_index))
+            counted = graph.call_function(aten.ne.Scalar, arguments)
             counts.append(graph.call_function(aten.sum.default, (counted,)))
         for new in (counted, counts[-1]):
-            new.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
+            new.meta = {k: mean.meta[k] for k in ("nn_module_stack", "stack_trace") if k in mean.meta}
         weighted.append(index)
     output.args = ((*results, *counts),)
     output.meta["weighted"] = tuple(weighted)
+
+
+def _added_up(result: Any) -> Iterator[tuple[fx.Node, CrossEntropyArguments]]:
+    """The mean cross-entropies that `result` is, or that it adds up and scales."""
+    seen, remaining = set[fx.Node](), [result]
+    while remaining:
+        node = remaining.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        arguments = cross_entropy_arguments(node)
+        if arguments is not None:
+            yield node, arguments
+        elif node.target in _ADDITIONS:
+            remaining += node.all_input_nodes

@@ -141,10 +141,29 @@ class Uncaptured:
 
     def observed(self, *operands: Any) -> list[torch.Tensor]:
         """What it returns without gradients and, if it draws random numbers, in evaluation mode."""
-        gradients = self.input_gradients + (False,) * (len(operands) - len(self.input_gradients))
-        operands = tuple(x.detach().requires_grad_() if g else x for x, g in zip(operands, gradients, strict=True))
+        return [t.detach() for t in self._with_inputs(operands)[1]]
+
+    def observed_gradients(
+        self, operands: Sequence[Any], arriving: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """The gradient of every tensor that it takes, of those that required one in the example; None for others.
+
+        arriving(i, result): the gradient that arrives at result number `i`.
+        """
+        inputs, results = self._with_inputs(operands)
+        differentiable = [(i, t) for i, t in enumerate(results) if t.requires_grad]
+        wanted = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not differentiable or not wanted:
+            return [None] * len(inputs)
+        roots, arrived = [t for _, t in differentiable], [arriving(i, t.detach()) for i, t in differentiable]
+        gradients = iter(torch.autograd.grad(roots, wanted, arrived, allow_unused=True))
+        return [next(gradients) if any(x is one for one in wanted) else None for x in inputs]
+
+    def _with_inputs(self, operands: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+        """The tensors that it takes, as leaves of a graph of their own, and what it returns for them."""
+        inputs = [x.detach().requires_grad_() if g else x for x, g in zip(operands, self.input_gradients, strict=False)]
         with torch.enable_grad():  # the module may differentiate inside
-            return [t.detach() for t in self._computed_or_shaped(operands, evaluating=self.effects.random)]
+            return inputs, self._computed_or_shaped((*inputs, *operands[len(inputs) :]), evaluating=self.effects.random)
 
     def needs_values(self, operands: Sequence[Any]) -> str:
         """The error of its code on `operands`, tensors on the meta device; "" if it runs."""

@@ -259,7 +259,8 @@ def _look(
         # The capture added counts of targets as outputs. They are sums, even if these samples suggest otherwise.
         known = OutputCombination("sum") if index >= program.n_outputs else proven[index]
         combinations.append(known if known is not None else _classify(output, whole.kept, of_parts, dims, weights))
-    return _Finding(calls, whole, parts[0], dims, combinations, obstacle, (rows, first))
+    whole, part = replace(whole, kept={n: whole.kept[n] for n in operands}), replace(parts[0], kept={})
+    return _Finding(calls, whole, part, dims, combinations, obstacle, (rows, first))
 
 
 def _agreed(
@@ -318,7 +319,7 @@ def _opaque_relation(program: Program, values: Values) -> str:
     for node in program.graph.nodes:
         opaque = uncaptured(node)
         if opaque is not None and relates_samples(opaque, fx.map_arg(node.args, values.__getitem__)):
-            return f"{describe(node)} mixes samples: its results, or their gradients, depend on which samples share a batch"
+            return f"{describe(node)} mixes samples: which samples share a batch changes results or gradients"
     return ""
 
 

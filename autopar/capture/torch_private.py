@@ -97,7 +97,7 @@ def at_sizes(value: Any, known: Mapping[sympy.Symbol, int]) -> Any:
     """A traced value with numbers in the place of the `known` symbols.
 
     Tensors become new fake tensors. A size that still has a symbol becomes a new SymInt; only the tracer's own ShapeEnv
-    can make one.
+    can make one. Symbols of sizes that depend on values stay, and have no value in the traced call either.
     """
     if isinstance(value, (tuple, list)):
         return type(value)(at_sizes(item, known) for item in value)
@@ -110,8 +110,8 @@ def at_sizes(value: Any, known: Mapping[sympy.Symbol, int]) -> Any:
             number = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
             return number(expression)
         env = value.node.shape_env
-        hints = {symbol: env.backed_var_to_val[symbol] for symbol in expression.free_symbols}
-        return env.create_symintnode(expression, hint=int(expression.xreplace(hints)))
+        traced = expression.xreplace(env.backed_var_to_val)
+        return env.create_symintnode(expression, hint=None if traced.free_symbols else int(traced))
     shape, stride = (at_sizes(list(part), known) for part in (value.shape, value.stride()))
     with value.fake_mode:
         new = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)

@@ -370,6 +370,24 @@ def test_traced_values_are_specialised_symbol_by_symbol() -> None:
     assert torch_private.at_sizes(x, {number: 9}) is x
 
 
+class Repeated(nn.Module):
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(times, 1)
+
+
+def test_sizes_that_depend_on_values_stay_symbols_where_others_are_specialised() -> None:
+    args = (torch.randn(2, 3, 4), torch.tensor([1, 0, 2]))
+    exported = torch.export.export(Repeated(), args, dynamic_shapes=({2: torch.export.Dim.AUTO}, None))
+    x, repeated = (v for n in exported.graph.nodes if getattr(v := n.meta.get("val"), "ndim", 0) == 3)
+    columns, rows = torch_private.symbol_of(x.shape[2]), torch_private.symbol_of(repeated.shape[1])
+    assert columns is not None
+    assert torch_private.symbols_in(repeated.stride(0)) == {rows, columns}
+    at_seven = torch_private.at_sizes(repeated, {columns: 7})
+    assert torch_private.symbols_in(at_seven.stride(0)) == {rows}
+    assert torch_private.symbol_of(at_seven.shape[1]) == rows
+    assert at_seven.shape[2] == 7
+
+
 def test_a_recurrent_module_computes_with_the_parameters_put_into_its_tables() -> None:
     rnn, other = nn.GRU(3, 3), nn.GRU(3, 3)
     x = torch.randn(2, 1, 3)

@@ -96,6 +96,34 @@ def test_with_dynamic_the_first_capture_serves_all_lengths(traced: list[str]) ->
         assert len(traced) == (2 if dynamic == {"ids": 1} else 1)  # nothing was said of the mask
 
 
+class Spread(nn.Module):
+    """A number of positions that depends on values, as where speech is made from predicted durations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.a(x))
+        durations = (3 * h.detach()[..., 0].abs()).ceil().sum(1).long() + 1
+        covered = torch.arange(durations.max()) < durations[:, None]
+        attention = covered[:, :, None] * h.mean(2)[:, None, :]  # [batch, positions, length]
+        return self.b(h * attention.sum(1)[..., None])  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_one_more_capture_serves_every_other_length_beside_a_size_that_depends_on_values(traced: list[str]) -> None:
+    torch.manual_seed(0)
+    original = Spread()
+    plan = autopar.Plan.from_split({"a": 0, "b": 1}, n_microbatches=1)
+    pm = autopar.parallelize(copy.deepcopy(original), ["cpu", "cpu"], plan=plan)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the batch is not split", AutoparWarning)
+        for batch, length in [(4, 6), (4, 9), (5, 31), (2, 5)]:
+            assert_same_step(pm, original, torch.randn(batch, length, 8))
+    assert traced == ["examine", "capture_symbolic"]
+
+
 @pytest.mark.slow
 def test_without_dynamic_every_length_is_captured_by_itself(traced: list[str]) -> None:
     pm, original = pair(Tagger(), dynamic=False)

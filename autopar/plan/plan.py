@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _UNKNOWN: Storages = {}
 ONE_DEVICE = "one device with enough memory"  # what `Plan.single_device_time` is of: it counts no memory
 DROPPED = ", so its predictions were dropped"  # ends a note of a plan without predictions
+_UNPROVEN = "the batch is split because a few samples say so, without a proof: "
 
 
 @dataclass(frozen=True)
@@ -205,10 +206,11 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         """The decision alone, with what prices assume: no times, bytes, bounds or reasons. `why`: says in a note where
         they went.
 
-        The plan itself, if it has no predictions.
+        The plan itself, if it has no predictions; less a note about how it splits the batch, as that may change, too.
         """
         if self.predicted_step_time is None and all(stage.forward_time is None for stage in self.stages):
-            return self
+            notes = tuple(note for note in self.notes if not note.startswith(_UNPROVEN))
+            return self if notes == self.notes else replace(self, notes=notes)
         return replace(self.decision, notes=(f"{why}{DROPPED}",), assumed=self.assumed)
 
     @property
@@ -323,3 +325,13 @@ def with_notes(plan: Plan, notes: Sequence[str]) -> Plan:
     """`plan` with those of `notes` that it lacks; the same object if it lacks none."""
     missing = tuple(note for note in notes if note not in plan.notes)
     return replace(plan, notes=(*missing, *plan.notes)) if missing else plan
+
+
+def with_unproven_split(plan: Plan, why: str) -> Plan:
+    """`plan` with a note that only a few samples show that the batch may be split, and `why` (`Batching.unproven`).
+
+    The same object if it does not split the batch, if that is proven, or if it says so already, of whatever capture.
+    """
+    if not why or plan.n_microbatches == 1 or any(note.startswith(_UNPROVEN) for note in plan.notes):
+        return plan
+    return with_notes(plan, [f"{_UNPROVEN}{why}"])

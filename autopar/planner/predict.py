@@ -19,7 +19,7 @@ from autopar.costs.python_overhead import NOT_MEASURED
 from autopar.costs.shared_hardware import SHARED_GPU, shared_gpu_notes
 from autopar.errors import PlanError
 from autopar.plan.assignment import unknown_operators
-from autopar.plan.plan import DROPPED, Plan, with_notes
+from autopar.plan.plan import DROPPED, Plan, with_notes, with_unproven_split
 from autopar.plan.recompute import Recompute
 from autopar.plan.scaling import notes_without_scale
 from autopar.plan.stage import Stage, StageTransfer
@@ -110,8 +110,11 @@ def predict_plan(plan: Plan, example: Example, costs: CostGraph, conditions: Con
 
 
 def completed(plan: Plan, example: Example, costs: CostGraph) -> Plan:
-    """`plan` on the devices of `costs`, with all operators of the example's call, and a note about operators that the
-    call does not run. Raises PlanError, also for more micro-batches than the batch makes."""
+    """`plan` on the devices of `costs`, with all operators of the example's call, and notes about operators that the
+    call does not run and about a split that is not proven.
+
+    Raises PlanError, also for more micro-batches than the batch makes.
+    """
     plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
     batch, least = costs.batch_size, example.batching.least_rows
     if example.batching.obstacle:
@@ -126,7 +129,7 @@ def completed(plan: Plan, example: Example, costs: CostGraph) -> Plan:
         plan = with_notes(plan, unknown_operators([stage.operators for stage in plan.stages], example.program))
         shardings = [stage.sharding for stage in plan.stages]
         unknown_operators([[key for key, _ in one.strategies] if one else [] for one in shardings], example.program)
-    return plan.listing(example.program, example.batching.storages)
+    return with_unproven_split(plan.listing(example.program, example.batching.storages), example.batching.unproven)
 
 
 def as_plan(

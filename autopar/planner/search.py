@@ -16,7 +16,7 @@ from functools import partial
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.shared_hardware import one_worker_per_gpu, shared_gpu_notes
 from autopar.errors import InputError
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, with_unproven_split
 from autopar.plan.stage import RunnerUp
 from autopar.planner.explain import explanation, why_no_more
 from autopar.planner.explainers import Explainer, with_explainer
@@ -102,6 +102,7 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int, meshes: Mesh
             optimality=proven.sentence,
             runners_up=runners_up,
         )
+        plan = with_unproven_split(plan, options.unproven)
         inside = _operators_explained(costs, candidate.arrangement.configurations) if costs.configurations else None
         again = partial(make_plan, meshes=meshes)
         plans.append(with_explainer(plan, Explainer(explanation(searching, candidate, candidates, again), inside)))
@@ -168,8 +169,6 @@ def _notes(searching: Searching, best: Candidate, candidates: Sequence[Candidate
     notes = list(costs.notes)
     if options.one_microbatch_because:
         notes.append(f"one micro-batch: {options.one_microbatch_because}")
-    elif options.unproven and best.arrangement.n_microbatches > 1:
-        notes.append(f"the batch is split because a few samples say so, without a proof: {options.unproven}")
     used, offered = best.arrangement.n_devices, len(costs.devices)
     if costs.crowding(offered) > 1:
         notes.append(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -471,6 +473,33 @@ def test_routing_by_value_is_compared_and_the_plan_says_so() -> None:
     assert pm.plan.n_microbatches == 3
     plan = autopar.plan(Routed(), ["cpu", "cpu"], example_args=(x,), n_microbatches=2, schedule="gpipe", cache=False)
     assert any("without a proof" in note and "test_batching.py" in note for note in plan.notes)
+
+
+def test_plans_given_say_once_that_their_split_is_not_proven() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(12, 8)
+    given = autopar.Plan.from_split({"a": 0}, n_microbatches=2)
+
+    def as_run(model: nn.Module, plan: autopar.Plan) -> autopar.Plan:
+        with contextlib.closing(autopar.parallelize(model, ["cpu"], plan=plan)) as pm:
+            for batch in (x, x[:9]):
+                pm(batch)
+            assert pm.plan is not None
+            return pm.plan
+
+    def times_said(plan: autopar.Plan) -> int:
+        return " ".join(str(plan).split()).count("because a few samples say so, without a proof")
+
+    first = as_run(Routed(), given)
+    assert times_said(first) == 1
+    loaded = autopar.Plan.from_json(first.to_json())
+    assert times_said(as_run(Routed(), loaded)) == 1
+    assert times_said(as_run(Routed(), loaded.with_(n_microbatches=3))) == 1
+    assert times_said(loaded.with_(n_microbatches=1)) == 0
+    assert times_said(as_run(Routed(), loaded.with_(n_microbatches=1))) == 0
+    ahead = autopar.plan(Routed(), autopar.Cluster.preset("1xH100"), example_args=(x,), plan=given)
+    assert times_said(ahead) == 1
+    assert times_said(as_run(nn.Sequential(OrderedDict(a=nn.Linear(8, 8), b=nn.Linear(8, 8))), given)) == 0
 
 
 def test_random_operators_are_no_obstacle_to_what_is_proven() -> None:

@@ -25,7 +25,7 @@ from autopar.options import PlanOptions
 from autopar.plan.degrees import Degrees
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.made_by_hand import BY_HAND
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, with_unproven_split
 from autopar.plan.recompute import RECOMPUTE
 from autopar.plan.stage import Stage
 from autopar.planner.hand_plan.degrees import Limits, read_degrees
@@ -98,7 +98,7 @@ def plan_by_hand(
     estimated = f"estimated from the data sheets of {cluster.title}, not measured"
     left_out = (*example.left_out, *costs.notes)
     notes = (f"{BY_HAND}{_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), *left_out, estimated)
-    return replace(
+    found = replace(
         priced,
         split=(),
         devices=tuple(names),
@@ -108,6 +108,7 @@ def plan_by_hand(
         assumed=assumptions_of(shared.recipe, options.optimizer_name),
         work=step_work(example, cluster, shared.flops(example)),
     )
+    return with_unproven_split(found, example.batching.unproven)
 
 
 def plan_by_hand_for_workers(

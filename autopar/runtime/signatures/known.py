@@ -19,7 +19,7 @@ from autopar.analysis.loss import LossSplit
 from autopar.analysis.own_loss import check_own_loss, own_loss
 from autopar.capture.program import Program
 from autopar.errors import InputError, each_warning_once
-from autopar.plan.plan import Plan, with_notes
+from autopar.plan.plan import Plan, with_notes, with_unproven_split
 from autopar.runtime.signatures.bound_signature import (
     BoundSignature,
     RunSettings,
@@ -145,6 +145,7 @@ class Signatures:
                 self.plan = self._user_plan_here(self.user_plan, bound.signature)
                 self._user_plan_completed = same_mode
             self.plan = with_notes(self.plan, bound.signature.program.uncaptured)
+            self.plan = with_unproven_split(self.plan, bound.signature.batching.unproven)
         else:
             self.plan = self._decided(bound, call)
         self.warnings.uncaptured(bound.signature.program)

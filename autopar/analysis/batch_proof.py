@@ -38,6 +38,8 @@ from autopar.analysis.sample_states import (
     BATCH,
     DIVIDES,
     DIVISIONS,
+    IGNORES,
+    SELECTS,
     Extent,
     Mean,
     Mixed,
@@ -61,7 +63,6 @@ from autopar.capture.program import Program, is_getitem
 
 States = State | tuple["States", ...]  # of a tensor or number, or of each item of a tuple
 _WRITES_PART = "writes into a part of a tensor"
-_IGNORES = "averages over a number of targets that depends on their values"
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _combination(
             if rule_name(counted) in DIVISIONS:
                 return Mixed(counted, DIVIDES)
             if not _is_number_of_targets(flat[program.weights[index]] if index in program.weights else None, counted):
-                return Mixed(counted, _IGNORES)
+                return Mixed(counted, IGNORES)
             return OutputCombination("mean", weight=program.weights[index])
         case Extent(size):
             return (
@@ -296,7 +297,7 @@ class _Walk:
         sizes = [self._size(size) for size in averaged if isinstance(size, sympy.Basic)]
         if not any(size.free_symbols - {BATCH} for size in sizes):
             return None
-        return Mixed(node, "averages over a number of entries that depends on values")
+        return Mixed(node, SELECTS)
 
     def _followed(self, node: fx.Node, shapes: list[tuple[Size, ...]]) -> Sequence[State]:
         """The states of the results of an operator: by a special case along the batch dimension, or by its rule."""

@@ -18,6 +18,7 @@ from autopar.analysis.few_collections import few_collections
 from autopar.analysis.loss import LossSplit, study_loss
 from autopar.analysis.loss_tensors import generators_in, gradients_aside, trained_tensors
 from autopar.analysis.own_loss import own_loss, returns_own_loss
+from autopar.analysis.sample_states import IGNORES, NUMBERS, SELECTS
 from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Answer, Asking, answered_as_now
@@ -168,8 +169,11 @@ def study_call(
     assert bound is not None, "a captured program takes the call that it was captured from"
     with untouched(model), neutral_state(device_types), torch.device("cpu"):
         batching = study(program, bound[0], verify=verify)
-    first = all(i.batch_dim in (0, None) for i in program.inputs)
-    hint = sequence_first_hint(model, args, kwargs) if first and batching.obstacle and program.batch_size > 1 else ""
+    hint = ""
+    if batching.obstacle.endswith((NUMBERS, IGNORES, SELECTS)):
+        hint = "if that is a loss, return the outputs and give loss_fn=: then the loss alone runs on the whole batch"
+    elif batching.obstacle and program.batch_size > 1 and all(i.batch_dim in (0, None) for i in program.inputs):
+        hint = sequence_first_hint(model, args, kwargs)
     return replace(batching, obstacle=f"{batching.obstacle}; {hint}") if hint else batching
 
 

@@ -93,7 +93,10 @@ class Unproven:
 State = Unbatched | Split | Sum | Mean | Extent | Mixed | Unproven
 DIVIDES = "divides by a number computed from the values of the whole batch"
 _FOLDS = "folds the batch dimension in a way that the proof cannot follow"
-_NUMBERS = "adds means over different numbers of values"
+# The shares of micro-batches in such a mean follow from values, and a model's graph has no place for them.
+NUMBERS = "adds means over different numbers of values"
+IGNORES = "averages over a number of targets that depends on their values"
+SELECTS = "averages over a number of entries that depends on values"
 _USES_COUNT = "computes with the number of samples"
 DIVISIONS = ("div", "divide", "true_divide")
 _PRODUCTS = ("mul", "multiply")

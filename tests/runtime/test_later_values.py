@@ -128,6 +128,11 @@ def test_what_depends_on_numbers_that_values_decide_keeps_the_batch_whole(return
     assert n_microbatches == 1
 
 
+def test_a_loss_that_is_not_split_is_advised_to_be_computed_outside_of_the_model() -> None:
+    with pytest.warns(autopar.AutoparWarning, match="return the outputs and give loss_fn="):
+        steps_apart(WHOLE["of other targets"])
+
+
 class Hooked(nn.Module):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         return hooked(h)

@@ -100,6 +100,21 @@ class Skips(nn.Module):
         return self.c(second + first.detach() * 0.5 + first) + 0.0 * self.unused(second).detach()
 
 
+class Spare(nn.Module):
+    """Parameters that no forward reads: two names of one, a frozen one, and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.spare, self.again, self.frozen = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.again.weight = self.spare.weight
+        self.frozen.requires_grad_(False)
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
 class Translator(nn.Module):
     """T5 whose decoder reads the first tokens of the encoder's text."""
 
@@ -151,6 +166,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "mlp with dropout": (DropoutMlp, lambda: torch.randn(8, 12)),
     "norms": (Norms, lambda: torch.randn(8, 12)),
     "skips": (Skips, lambda: torch.randn(8, 12)),
+    "spare": (Spare, lambda: torch.randn(8, 12)),
     "cnn": (Convolutions, lambda: torch.randn(8, 3, 8, 8)),
     "frozen cnn": (lambda: Convolutions().eval(), lambda: torch.randn(8, 3, 8, 8)),
     "attention": (Attention, lambda: torch.randn(8, 12, 24)),
@@ -174,6 +190,7 @@ SPLITS: dict[str, dict[int, dict[str, int]]] = {
     },
     "mlp with dropout": {2: {"a": 0, "b": 1, "c": 1}, 3: {"a": 0, "b": 1, "c": 2}},
     "skips": {3: {"a": 0, "b": 1, "unused": 1, "c": 2}},
+    "spare": {2: {"a": 0, "b": 1}},
     "norms": {2: {"a": 0, "twice": 0, "first": 0, "b": 1}, 3: {"a": 0, "twice": 1, "first": 1, "b": 2}},
     "cnn": {2: {"conv1": 0, "norm1": 0, "conv2": 1}},
     "gpt2": {

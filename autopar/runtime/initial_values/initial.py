@@ -54,7 +54,7 @@ class InitialValues:
         own: dict[str, torch.Tensor] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in self.origins:
-                if not isinstance(tensor, DTensor) and is_hollow(tensor):  # no stage reads it
+                if not isinstance(tensor, DTensor) and is_hollow(tensor):  # not on ranks
                     give_memory(tensor)
                 own[name] = tensor
         for source in dict.fromkeys(origin.source for origin in self.origins.values()):

@@ -255,7 +255,7 @@ class RankExecutable(Executable):
         """The rank's own code of a stage, over its own parts of the parameters."""
         device, stage = self.world.device, one.stage
         if grid.mesh:
-            stage = project(stage, grid.device(self.world.rank), grid.mesh, self._rank_parameters.lines(grid))
+            stage = project(stage, grid.device(self.world.rank), grid.mesh, self._rank_parameters.meshes.lines(grid))
         leaves: dict[int, ParameterLeaf] = {}
         tensors: dict[str, torch.Tensor] = {}
         for piece in stage.pieces:

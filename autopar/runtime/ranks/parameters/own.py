@@ -6,6 +6,7 @@
    rank 1 afterwards              h.1.weight, head.weight                               DTensors on the mesh of stage 1
 ```
 A mesh has one device where a stage is not sharded: optimizers take lists of DTensors, or of plain tensors, not both.
+A parameter that no stage reads stays whole on every rank, as a DTensor on the mesh of the rank's others.
 
 Captures need the whole model's shapes. While a call is bound to its program (`whole`), the tables have the parameters
 that the model was built with again, but hollow: a single NaN in memory, which every entry of the tensor reads.
@@ -25,7 +26,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autopar.capture import torch_private, torch_private_ranks
 from autopar.capture.module_state import named_tensors
@@ -39,6 +40,7 @@ from autopar.runtime.ranks.gradients.buckets import Bucket, buckets_of
 from autopar.runtime.ranks.gradients.gathered import GatheredValues
 from autopar.runtime.ranks.parameters.frozen_parameters import FrozenParameters
 from autopar.runtime.ranks.parameters.holders import Holding, StageGrid, holdings
+from autopar.runtime.ranks.parameters.meshes import StageMeshes
 from autopar.runtime.ranks.parameters.model_changes import ModelChanges
 from autopar.runtime.ranks.parameters.model_tables import ModelTables
 from autopar.runtime.ranks.parameters.optimizer_watch import OptimizerWatch
@@ -77,14 +79,14 @@ class RankParameters:
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world, self._model = world, model
         _of_this_process.add(self)
-        self._meshes: dict[StageGrid, DeviceMesh] = {}
+        self.meshes = StageMeshes(world)
         self._tables = ModelTables()
         self.changes = ModelChanges(world, self._tables)
         self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
         self._holdings: dict[int, dict[int, Holding]] = {}
         self._gathered = GatheredValues(world.carrier)
         self.buckets: tuple[Bucket, ...] = ()  # of parameters that other ranks read, too
-        self.parameters: dict[int, nn.Parameter] = {}  # this rank's, by id
+        self.parameters: dict[int, nn.Parameter] = {}  # that this rank's stages read, by id
         self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
         self.apart = ApartGradients(world)
         self._watch = OptimizerWatch(world, self)
@@ -113,7 +115,7 @@ class RankParameters:
                 f"'{grown}' has a gradient from before; call model.zero_grad() before the first pipelined call"
             )
         self._holdings = holdings(plan, lowered, stages, tensors)
-        self._make_meshes(plan, stages)
+        self.meshes.make(plan, stages)
         every = [h for by_rank in self._holdings.values() for h in by_rank.values()]
         trained = [self._holdings.get(id(t), {}) for t in tensors.values() if isinstance(t, nn.Parameter)]
         shared = (len(h.together) > 1 and len(h.row) == 1 for by_rank in trained for h in by_rank.values())
@@ -121,7 +123,7 @@ class RankParameters:
         groups = self._world.groups([ranks for h in every for ranks in (h.row, h.together)])
         for key, tensor in {id(t): t for t in tensors.values()}.items():
             self._new[key] = self._kept(tensor, stages)
-        self._free(lowered, {id(t): t for t in tensors.values()})
+        self._free(lowered, tensors.values())
         self.buckets = buckets_of(self._world.rank, self._holdings, self._new, groups)
         self._gathered.follow(self.buckets)
         own = {key: new for key, new in self._new.items() if new is not None}
@@ -135,24 +137,11 @@ class RankParameters:
         PartGuard(self._tables.lacking).put_on(self._model)
         self._watch.placed(self)
 
-    def _make_meshes(self, plan: Plan, stages: Sequence[StageGrid]) -> None:
-        for stage, grid in zip(plan.stages, stages, strict=True):
-            if grid not in self._meshes:
-                axes = grid.ordered(stage.sharding.axes) if stage.sharding is not None else ()
-                names = (*(("replica",) if len(grid.ranks) > 1 else ()), *axes) or ("device",)
-                self._meshes[grid] = self._world.mesh(grid.grid, names)
-
-    def lines(self, grid: StageGrid) -> tuple[str, ...]:
-        """The names of the process groups of this rank's lines along the axes of a stage's mesh."""
-        mesh = self._meshes[grid]
-        first = mesh.ndim - len(grid.mesh)
-        return tuple(mesh.get_group(first + grid.order.index(axis)).group_name for axis in range(len(grid.mesh)))
-
     def _kept(self, tensor: torch.Tensor, stages: Sequence[StageGrid]) -> torch.Tensor | None:
         """What this rank has in the place of a parameter or buffer. One that no stage reads, every rank keeps."""
         held = self._holdings.get(id(tensor))
         if held is None:
-            return tensor
+            return self._kept_whole(tensor) if isinstance(tensor, nn.Parameter) else tensor
         mine = held.get(self._world.rank)
         if mine is None:
             return None
@@ -161,7 +150,7 @@ class RankParameters:
             move(tensor, device)
             return tensor
         grid, piece = stages[mine.stage], mine.piece
-        mesh = self._meshes[grid]
+        mesh = self.meshes.of(grid)
         layout = placements(grid.ordered(mine.layout)) if grid.mesh else (Replicate(),)
         layout = (Replicate(),) * (mesh.ndim - len(layout)) + tuple(layout)
         if piece.whole and not is_hollow(tensor):
@@ -170,19 +159,33 @@ class RankParameters:
             taken = piece.taken(tensor.detach())
             read = torch.empty_like(taken, device=device, memory_format=torch.contiguous_format).copy_(taken)
         local = mine.taken(read).clone() if len(mine.row) > 1 else read
-        whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
-        new = nn.Parameter(whole, tensor.requires_grad)
-        torch_private.keep_hooks_and_attributes(tensor, new)
+        new = self._made(tensor, local, mesh, layout)
         self.parameters[id(new)] = new
-        self._old[id(new)] = id(tensor)
         if len(mine.row) > 1:
             self._gathered.add(id(new), read)
         return new
 
-    def _free(self, lowered: Lowered, tensors: Mapping[int, torch.Tensor]) -> None:
+    def _kept_whole(self, tensor: torch.Tensor) -> nn.Parameter:
+        local = tensor.detach().to(self._world.device)
+        if is_hollow(tensor):
+            local = local.clone(memory_format=torch.contiguous_format)
+        mesh = self.meshes.own
+        return self._made(tensor, local, mesh, (Replicate(),) * mesh.ndim)
+
+    def _made(
+        self, tensor: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, layout: Sequence[Placement]
+    ) -> nn.Parameter:
+        """A parameter in the place of `tensor`, of which this rank stores `local`."""
+        whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
+        new = nn.Parameter(whole, tensor.requires_grad)
+        torch_private.keep_hooks_and_attributes(tensor, new)
+        self._old[id(new)] = id(tensor)
+        return new
+
+    def _free(self, lowered: Lowered, tensors: Iterable[torch.Tensor]) -> None:
         """Give the memory of parameters back that this rank keeps elsewhere, or not at all."""
-        for key, tensor in tensors.items():
-            if isinstance(tensor, nn.Parameter) and key in self._holdings:
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter):
                 tensor.data = hollow(tensor.shape, tensor.dtype)
         if self.owns_stages:
             hollow_stages(lowered)
@@ -310,7 +313,7 @@ class RankParameters:
 
     def check_works(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise InputError for an optimizer that cannot step this rank's parameters."""
-        check_works(optimizer, self._names, len(self._meshes))
+        check_works(optimizer, self._names, len(self.meshes))
 
     def _restart(self, optimizer: torch.optim.Optimizer, old: Sequence[torch.Tensor]) -> None:
         """Have this rank's parameters begin with what those from before have of no step: Adagrad's first sums, and the
@@ -331,7 +334,7 @@ class RankParameters:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is this model's, from before or after the placing."""
-        return id(tensor) in self._new or id(tensor) in self.parameters
+        return id(tensor) in self._new or id(tensor) in self._old
 
     def is_elsewhere(self, module: object, name: str | None) -> bool:
         """Whether a module of this model had a tensor of this name, which other ranks hold now."""
@@ -346,6 +349,11 @@ class RankParameters:
         """This rank's parameters in the places of `given`, which may be from before the placing; each once."""
         found = {id(p): p for p in (self._new.get(id(g), g) for g in given) if p is not None}
         return list(found.values())
+
+    def is_unread(self, parameter: torch.Tensor) -> bool:
+        """Whether this is a parameter of this rank that no stage reads, so that every rank has it whole."""
+        key = self._old.get(id(parameter))
+        return key is not None and key not in self._holdings
 
     def is_first_holder(self, parameter: torch.Tensor) -> bool:
         """Whether this rank's stage is the first of those that hold a parameter: several do if it is tied."""

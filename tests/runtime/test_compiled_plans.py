@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -75,10 +76,12 @@ def test_plans_of_users_are_priced_as_compiled_too(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_the_measured_price_is_that_of_the_code_that_runs(napping: str) -> None:
+    """Of two plans that are measured one after the other, the machine's load may change between them."""
     plan = autopar.plan(layers(), ["cpu"], compile=napping, n_microbatches=2, tune=0, cache=False, **CALL)
-    captured = autopar.plan(layers(), ["cpu"], n_microbatches=2, tune=0, cache=False, **CALL)
-    assert (plan.predicted_step_time or 0.0) > 3 * (captured.predicted_step_time or 0.0)
-    assert any("samples" in note and "priced by whole steps" in note for note in plan.notes)
+    (note,) = [note for note in plan.notes if "priced by whole steps" in note]
+    ratios = [float(ratio) for ratio in re.findall(r"([0-9.e+]+) at [0-9.]+ samples", note)]
+    assert ratios
+    assert min(ratios) > 3
 
 
 def test_measured_ratios_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,18 +26,18 @@ from torch import fx, nn
 
 from autopar.analysis.batch_proof import OutputCombination, Proof, prove
 from autopar.analysis.buffer_writes import written_buffer
+from autopar.analysis.compared_outputs import Values, ancestors, classify, divides_by_values
 from autopar.analysis.mixing_operator import mixing_operator
 from autopar.analysis.node_values import (
     DROPOUT,
     Look,
     changed_dims,
-    close,
     look,
     observe,
     probe,
     storages_of,
 )
-from autopar.analysis.operators import is_random, operator_name
+from autopar.analysis.operators import is_random
 from autopar.analysis.sample_states import DIVIDES
 from autopar.analysis.uncaptured_samples import relates_samples
 from autopar.analysis.varied_samples import varied
@@ -48,7 +48,6 @@ from autopar.capture.repeated_layers.measure_once import TensorShape
 from autopar.capture.uncaptured import uncaptured
 from cost_models.measuring.environment import full_float32
 
-Values = dict[fx.Node, Any]
 _VARIATIONS = 3  # of the samples that are compared where the proof is open
 
 
@@ -131,7 +130,8 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False) -> Batch
             for seed in range(_VARIATIONS if proof.verdict == "open" or verify else 0):
                 other = varied(program, probe(program, leaves, rows, reverse=False), seed)
                 with contextlib.suppress(Exception):  # values that the model does not take
-                    findings.append(_look(program, flat, other, rows, rows - least_rows, proven))
+                    finding = _look(program, flat, other, rows, rows - least_rows, proven, findings[0].combinations)
+                    findings.append(finding)
             if program.uncaptured:  # nothing is known of its code: compare the example as it is, too
                 cuts = {c for c in (1, size // 4, size // 2, size - 1) if least_rows <= c <= size - least_rows}
                 findings += [_look(program, flat, leaves, size, cut, proven) for cut in sorted(cuts)]
@@ -233,9 +233,18 @@ class _Finding:
 
 
 def _look(
-    program: Program, flat: list[Any], samples: list[Any], rows: int, first: int, proven: list[OutputCombination | None]
+    program: Program,
+    flat: list[Any],
+    samples: list[Any],
+    rows: int,
+    first: int,
+    proven: list[OutputCombination | None],
+    expected: Sequence[OutputCombination] = (),
 ) -> _Finding:
-    """Run on all `rows` samples, on the first `first` of them and on the rest; compare outputs that are not proven."""
+    """Run on all `rows` samples, on the first `first` of them and on the rest; compare outputs that are not proven.
+
+    expected: how other samples showed that the outputs are combined.
+    """
     module = program.graph_module
     calls = (samples, *(_rows(program, samples, *ends) for ends in ((0, first), (first, rows))))
     outputs = [output for output in flat if isinstance(output, fx.Node)]
@@ -258,7 +267,9 @@ def _look(
             weights = (float(of_parts[0][counted]), float(of_parts[1][counted]))
         # The capture added counts of targets as outputs. They are sums, even if these samples suggest otherwise.
         known = OutputCombination("sum") if index >= program.n_outputs else proven[index]
-        combinations.append(known if known is not None else _classify(output, whole.kept, of_parts, dims, weights))
+        is_sum = bool(expected) and expected[index].combine == "sum"
+        found = known or classify(output, whole.kept, of_parts, dims, weights, is_sum=is_sum)
+        combinations.append(found)
     whole, part = replace(whole, kept={n: whole.kept[n] for n in operands}), replace(parts[0], kept={})
     return _Finding(calls, whole, part, dims, combinations, obstacle, (rows, first))
 
@@ -277,7 +288,7 @@ def _agreed(
             combination = OutputCombination("mixed")
         elif combination.combine == "mean":
             combination = replace(combination, weight=program.weights.get(index))
-            divided = None if combination.weight is not None else _divides_by_values(output, one.dims)
+            divided = None if combination.weight is not None else divides_by_values(output, one.dims)
             if divided is not None:
                 obstacle = obstacle or f"{describe(divided)} {DIVIDES}"
         if combination.combine == "mixed":
@@ -310,7 +321,7 @@ def _draws(program: Program, output: fx.Node) -> bool:
     """Whether an output depends on random numbers that `observe` does not turn off."""
     return any(
         node.op == "call_function" and node.target not in DROPOUT and is_random(node, program.graph_module)
-        for node in _ancestors(output)
+        for node in ancestors(output)
     )
 
 
@@ -321,70 +332,3 @@ def _opaque_relation(program: Program, values: Values) -> str:
         if opaque is not None and relates_samples(opaque, fx.map_arg(node.args, values.__getitem__)):
             return f"{describe(node)} mixes samples: which samples share a batch changes results or gradients"
     return ""
-
-
-def _divides_by_values(output: fx.Node, dims: dict[str, int | None]) -> fx.Node | None:
-    """The operator on the way to `output` whose divisor depends on the values (not only the sizes) of all samples.
-
-    A mean over the unmasked tokens of a batch is one example: it is no mean of the micro-batches' means.
-    """
-    for node in _ancestors(output):
-        if operator_name(node) not in ("div", "div_", "true_divide") or len(node.args) < 2:
-            continue
-        divisor = node.args[1]
-        if isinstance(divisor, fx.Node) and dims.get(divisor.name) is None and _depends_on_batch(divisor, dims):
-            return node
-    return None
-
-
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    """`node` and all nodes that it is computed from, except through sizes of tensors."""
-    seen: dict[fx.Node, None] = {}
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current not in seen and current.target is not aten.sym_size.int:
-            seen[current] = None
-            stack += current.all_input_nodes
-    return list(seen)
-
-
-def _depends_on_batch(node: fx.Node, dims: dict[str, int | None]) -> bool:
-    return any(dims.get(n.name) is not None for n in _ancestors(node))
-
-
-def _classify(
-    output: Any, whole: Values, parts: list[Values], dims: dict[str, int | None], weights: tuple[float, float]
-) -> OutputCombination:
-    """How `output` is combined, found by comparing the whole with the parts. `weights`: of the parts in a mean."""
-    if not isinstance(output, fx.Node):
-        return OutputCombination("constant")
-    if _counts_values(output):
-        return OutputCombination("mixed")
-    full, pieces = whole[output], [p[output] for p in parts]
-    if not isinstance(full, torch.Tensor):
-        if all(p == full for p in pieces):
-            return OutputCombination("first")
-        return OutputCombination("sum" if type(full) is int and full == sum(pieces) else "mixed")
-    dim = dims[output.name]
-    if dim is not None:
-        joined = torch.cat(pieces, dim)
-        return OutputCombination("cat", dim) if close(full, joined) else OutputCombination("mixed")
-    if any(p.shape != full.shape for p in pieces):
-        return OutputCombination("mixed")
-    if not _depends_on_batch(output, dims):
-        return OutputCombination("first" if all(close(full, p) for p in pieces) else "mixed")
-    if not full.is_floating_point():
-        summed = close(full, pieces[0] + pieces[1]) if full.dtype != torch.bool else False
-        return OutputCombination("sum" if summed and bool(full.any()) else "mixed")
-    total = sum(weights) or 1.0
-    mean = sum(p * (w / total) for p, w in zip(pieces, weights, strict=True) if w)
-    if not isinstance(mean, torch.Tensor) or close(full, mean):
-        return OutputCombination("mean")
-    return OutputCombination("sum") if close(full, pieces[0] + pieces[1]) else OutputCombination("mixed")
-
-
-def _counts_values(node: fx.Node) -> bool:
-    """Whether a size of the result depends on values (export names such sizes u0, u1, ...)."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and any(re.search(r"\bu\d+", str(size)) for size in value.shape)

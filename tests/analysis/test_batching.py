@@ -377,7 +377,7 @@ def test_what_the_graph_proves_is_compared_only_if_that_is_wanted(monkeypatch: p
     def refuse(*_: torch.Tensor) -> bool:
         raise AssertionError("compared")
 
-    monkeypatch.setattr("autopar.analysis.batching.close", refuse)
+    monkeypatch.setattr("autopar.analysis.compared_outputs.close", refuse)
     found = study(program, [x])
     assert found.splittable
     assert found.unproven == ""
@@ -387,7 +387,7 @@ def test_what_the_graph_proves_is_compared_only_if_that_is_wanted(monkeypatch: p
 
 def test_a_comparison_that_contradicts_the_proof_keeps_the_batch_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Floats(lambda m, h, x: m.b(h)), torch.randn(BATCH, 8)
-    monkeypatch.setattr("autopar.analysis.batching.close", lambda *_: False)
+    monkeypatch.setattr("autopar.analysis.compared_outputs.close", lambda *_: False)
     assert "mixes samples" in study(capture(model, (x,), {}), [x], verify=True).obstacle
 
 

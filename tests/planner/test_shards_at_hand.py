@@ -126,7 +126,7 @@ def test_no_other_boundary_between_meshes_makes_the_step_shorter(
             other = other.move(str(boundary if stage else boundary - 1), stage=stage)
             assert len(other.stages[0].operators) == boundary
             assert other.predicted_step_time is not None
-            # Boundaries move one operator at a time: where a busy machine makes one dear, they may stop short of the best.
+            # They move one operator at a time, and may stop before one that a busy machine makes dear.
             assert plan.predicted_step_time <= other.predicted_step_time * 1.05
 
 

@@ -321,9 +321,7 @@ def _follow_totals(node: fx.Node, name: str, rule: Rule, states: Sequence[State]
         return Sum()
     if means and not sums and any(means <= group for group in rule.linear):
         counted = {_averaged(s.counted): s.counted for s in states if isinstance(s, Mean)}
-        return (
-            Mean(*counted.values()) if len(counted) == 1 else Mixed(node, "adds means over different numbers of values")
-        )
+        return Mean(*counted.values()) if len(counted) == 1 else Mixed(node, NUMBERS)
     return Mixed(node)
 
 

@@ -8,6 +8,7 @@ as code may have a backward of its own.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,12 +39,14 @@ def relates_samples(operator: Uncaptured, operands: Sequence[Any]) -> bool:
         try:
             calls = [_narrowed(changed, dims, *ends) for ends in ranges]
             results = [operator.observed(*call) for call in calls]
+        except Exception:  # values that its code does not take
+            continue
+        gradients: list[list[torch.Tensor | None]] = [[None] * len(dims)] * len(calls)
+        with contextlib.suppress(Exception):  # of a backward that takes no gradient, or not these values
             arriving = _Arriving(outputs, results[0], generator)
             gradients = [
                 operator.observed_gradients(call, arriving.of(*ends)) for call, ends in zip(calls, ranges, strict=True)
             ]
-        except Exception:  # values that its code does not take
-            continue
         pairs = [*zip(outputs, *results, strict=True), *zip(dims, *gradients, strict=True)]
         for dim, whole, *parts in pairs:
             if dim is not None and whole is not None and not _equal(whole, parts, dim):

@@ -149,3 +149,22 @@ def test_a_tensor_hook_that_relates_samples_keeps_the_batch_whole() -> None:
     for one in (plain, pipelined):
         one(x).square().mean().backward()
     assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
+
+
+class Centred(torch.autograd.Function):
+    """It relates the samples, and has no backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.filterwarnings("ignore:the batch is not split")
+def test_a_function_without_a_backward_that_relates_samples_keeps_the_batch_whole() -> None:
+    model = TwoLayers(lambda m, h, y, _: m.last(Centred.apply(h)))
+    plain = copy.deepcopy(model)
+    split = Plan.from_split({"first": 0, "last": 1}, n_microbatches=2)
+    inputs = (torch.randn(ROWS, WIDTH), torch.arange(ROWS), torch.ones(ROWS, dtype=torch.bool))
+    pipelined = autopar.parallelize(model, ["cpu", "cpu"], plan=split)
+    assert torch.allclose(pipelined(*inputs), plain(*inputs), atol=1e-6)
+    assert pipelined.plan.n_microbatches == 1

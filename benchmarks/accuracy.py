@@ -44,7 +44,7 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"max_replicas": 1, "schedule": "1f1b", "n_microbatches": 4},
     {"max_replicas": 1, "schedule": "zb-h1", "n_microbatches": 4},
 )
-REPEATS = 5
+REPEATS = 9
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 # Rounds of passes at most: another one follows while the passes so far disagree.
 _ROUNDS = 3
+# Passes of a round at least, unless one takes very long (s): a cloud's processor changes its speed all the time. There
+# passes of 2 s over one T5 differed by 10 % (standard deviation), so that a single one says little.
+_PASSES, _VERY_LONG_PASS = 3, 10.0
 # Where the system does not report how long threads wait for a core, medians of more passes take the place of that:
 # rounds at least, and passes of a round.
 _ROUNDS_UNKNOWN, _PASSES_UNKNOWN = 2, 5
@@ -231,7 +234,7 @@ class _Load:
         slowest = max(self._warm_ups)
         with_plain = slowest < _LONG_PASS
         known = waiting_is_known()
-        fewest = _PASSES_UNKNOWN if not known else 1 if slowest > self._budget else 2
+        fewest = _PASSES_UNKNOWN if not known else 1 if slowest > _VERY_LONG_PASS else _PASSES
         n_passes = max(fewest, min(10, round(self._budget / (slowest * (1 + with_plain)))))
         rounds_at_least = 1 if known else _ROUNDS_UNKNOWN
         for made in range(1, max(_ROUNDS, rounds_at_least) + 1):

@@ -6,6 +6,7 @@ number of busy devices and on the micro-batch size; they lie in cost tables.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,6 +88,19 @@ class CostGraph:
     def operators(self) -> Mapping[str, OperatorCost]:
         """By node name, in program order."""
         return operator_costs(self.graph)
+
+    @cached_property
+    def shares(self) -> Mapping[str, float]:
+        """By node name, the share of the model's forward and backward that it takes with the most samples measured or
+        estimated at first, on the kind of devices where that is largest: whatever the order of the kinds."""
+        of_kind = {table.kind: table for table in reversed(self.tables)}
+        found = dict.fromkeys(self.operators, 0.0)
+        for table in of_kind.values():
+            seconds = table.forward[-1] + table.backward[-1]
+            whole = max(float(seconds.sum()), sys.float_info.min)
+            for name, share in zip(table.nodes, (seconds / whole).tolist(), strict=True):
+                found[name] = max(found[name], share)
+        return found
 
     @cached_property
     def groups(self) -> tuple[DeviceGroup, ...]:

@@ -85,7 +85,7 @@ class Found:
 def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshes: MeshChoices | None = None) -> Found:
     """The candidates of a search; `best` fits the memory, and is None where no plan does."""
     found = _searched(costs, options, choose, meshes)
-    for width in found.searching.only_on_some_devices if isinstance(found.searching, SearchingAtHand) else ():
+    for width in found.searching.only_on_some_devices:
         found = _faster(found, _searched(costs, options, choose, meshes, width))
     searches = [found]
     if costs.rehearsal is not None and costs.alone and _looks_again(found):
@@ -141,7 +141,7 @@ def _searched(
 ) -> Found:
     """`apart`: see `SearchSpace`."""
     if costs.cluster is not None:
-        searching: Searching = SearchingAhead(costs, options, meshes)
+        searching: Searching = SearchingAhead(costs, options, meshes, apart)
     else:
         searching = Searching(costs, options)
         if meshes is not None and (meshes.may_gain_time or _may_lack_memory(searching)):

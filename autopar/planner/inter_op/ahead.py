@@ -44,8 +44,10 @@ _FEW_CUTS = 150  # up to which a large search looks at meshes for every number o
 class SearchingAhead(Searching):
     """All searches for a cluster."""
 
-    def __init__(self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None) -> None:
-        super().__init__(costs, options, meshes)
+    def __init__(
+        self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None, apart: int | None = None
+    ) -> None:
+        super().__init__(costs, options, meshes, apart)
         self._without_meshes = costs
         self.least_steps: dict[int, float] = {}  # s, by number of micro-batches: no plan is faster
         self._found: dict[Config, PartitionResult] = {}
@@ -78,7 +80,7 @@ class SearchingAhead(Searching):
         if best is None:
             return []
         options = replace(self.options, n_microbatches=best.config.n_microbatches)
-        alone = SearchingAhead(self._without_meshes, options, self.meshes)
+        alone = SearchingAhead(self._without_meshes, options, self.meshes, self.apart)
         alone._best = self._best
         found = alone.run()
         self.take_in(alone)
@@ -110,7 +112,7 @@ class SearchingAhead(Searching):
 
     def _with_meshes(self) -> list[int]:
         """Numbers of micro-batches at which there are meshes."""
-        return [m for m in self.counts if self.meshes is not None and self.meshes.n_shapes(m)] or self.counts
+        return [m for m in self.counts if self.n_shapes(m)] or self.counts
 
     def _least_step(self, m: int) -> float:
         """Seconds of a step at least: the work of `m` micro-batches, divided over all devices. The shards of an
@@ -147,19 +149,19 @@ class SearchingAhead(Searching):
 
     def _widths(self, m: int, side: int, known: Sequence[Candidate]) -> list[int]:
         """Widths of meshes that are worth a look: all, or where they are too many, those next to the best plan's."""
-        if self.meshes is None or not self.meshes.n_shapes(m):
+        if self.meshes is None or not self.n_shapes(m):
             return []
         if self.all_shapes:
             return self.meshes.widths
-        usual = self._usual_width(m)
+        every, usual = self.widths_everywhere, self._usual_width(m)
         if self._in_vain[side] >= self._enough:
             # Few micro-batches on wide meshes are plans of another kind than many on narrow ones.
-            return [self._nearest(self.meshes.widths, usual)] if self._many or self._few_cuts else []
+            return [self._nearest(every, usual)] if self._many or self._few_cuts else []
         used = {usual}
         if not self._in_vain[side]:
             # As long as nothing fits, micro-batches of any size may be small enough on the devices of a node.
             used |= _widths_of_best(known) if known else {self._per_node}
-        return [w for w in self.meshes.widths if any(w <= 2 * own and own <= 2 * w for own in used)]
+        return [w for w in every if any(w <= 2 * own and own <= 2 * w for own in used)]
 
     def _in_turn(self, m: int, widths: Sequence[int], known: Sequence[Candidate]) -> list[list[int]]:
         """Widths to look at one after the other: where there is much to search, those of the best plan first; with the

@@ -34,7 +34,7 @@ class SearchingAtHand(Searching):
                 for config in self.configs(m, used) if sum(used) > 1 else ():
                     # Also without single devices, if those prove to lack memory.
                     wide = [replace(config, least_width=2)] if config.chunks == 1 else []
-                    for one in filter(self.has_kinds, [config, *wide]):
+                    for one in [config, *wide]:
                         self._search(one, found, self.effort.tolerance)
         return [*candidates, *self._with_moved(self._simulate(found), candidates)]
 

@@ -127,15 +127,15 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
         raise InputError(
             f"the cost graph has a cycle: {' -> '.join([*cycle, cycle[0]])}; an operator must not depend on itself"
         )
-    seconds = _seconds(costs)
+    shares = {n: costs.shares[n] for n, operator in costs.operators.items() if not operator.replicable}
     line = [name for name, operator in costs.operators.items() if not operator.replicable]
-    if not line or not sum(seconds[name] for name in line) > 0:
+    if not line or not sum(shares[name] for name in line) > 0:
         raise InputError(_nothing_to_divide(costs))
     groups = [*graph.graph["fused"], *constraints.together, *_by_pin(constraints.stage_of)]
     # The last operator is in the last stage, which returns the outputs: nothing runs after it.
-    ends = [(name, line[-1]) for name in line[:-1] if not any(user in seconds for user in graph.successors(name))]
+    ends = [(name, line[-1]) for name in line[:-1] if not any(user in shares for user in graph.successors(name))]
     order = [*graph.edges, *graph.graph.get("order", ()), *ends]
-    merged = join_small_atoms(costs, _merged(line, order, groups), order, seconds, constraints)
+    merged = join_small_atoms(costs, _merged(line, order, groups), order, shares, constraints)
     # Operators of one atom need not be neighbours in the program: number the atoms in an order in which they can run.
     runs = gather(costs, merged, constraints, order).graph(np.zeros(len(merged))).order
     ordered = [merged[atom] for atom in runs]
@@ -298,13 +298,6 @@ def _transient(operator: OperatorCost) -> float:
     """Bytes while it runs."""
     own = transient_bytes(operator.allocated_bytes, operator.output_bytes, operator.gradient_bytes)
     return own + operator.regathered_bytes
-
-
-def _seconds(costs: CostGraph) -> dict[str, float]:
-    """Seconds of every operator that is not replicable, on the first device kind."""
-    table = costs.tables[0]
-    times = dict(zip(table.nodes, table.forward[-1] + table.backward[-1], strict=True))
-    return {n: float(times[n]) for n, operator in costs.operators.items() if not operator.replicable}
 
 
 def _by_pin(stage_of: Mapping[str, int]) -> list[frozenset[str]]:

@@ -101,8 +101,8 @@ class Searching(SearchSpace):
         return self._with_moved(self._simulate(found))
 
     def _search(self, config: Config, found: dict[Config, PartitionResult], tolerance: float) -> None:
-        """The best partition under `config`, if it is promising."""
-        if config in self.bounds:
+        """The best partition under `config`, if it is promising and every pool has devices or meshes for it."""
+        if config in self.bounds or not self.has_kinds(config):
             return
         problem = self.problem_of(config)
         solution = self._solve(config, problem, self._cutoff(config, found), tolerance)

@@ -57,7 +57,3 @@ class MeshChoices:
     def may_gain_time(self) -> bool:
         """Whether shards of some mesh run at once: those of the same hardware together take as long as the whole."""
         return any(self.meshes.turns(width) < width for width in self.widths)
-
-    def n_shapes(self, m: int) -> int:
-        """Of all widths."""
-        return sum(map(self.meshes.n_shapes, self.widths)) if self.meshes.divides(m) else 0

@@ -20,13 +20,14 @@ _SAME_MEMORY = 1.1
 
 
 def pools_of(groups: Sequence[DeviceGroup]) -> list[list[DeviceGroup]]:
-    """Groups of one device kind and about as much memory together, in the order in which they were given."""
+    """Groups of one device kind and about as much memory together, in the order in which they were given. The pools are
+    in the order of their kinds' names, so that the order of devices in a node does not change the plan."""
     by_kind: dict[str, list[DeviceGroup]] = defaultdict(list)
     for group in groups:
         by_kind[group.kind].append(group)
     order = {group: place for place, group in enumerate(groups)}
     pools: list[list[DeviceGroup]] = []
-    for same in by_kind.values():
+    for _, same in sorted(by_kind.items()):
         mine: list[list[DeviceGroup]] = []
         for group in sorted(same, key=lambda g: -g.memory):
             if mine and mine[-1][0].memory <= group.memory * _SAME_MEMORY:

@@ -139,9 +139,8 @@ class Meshes:
 
     def widths(self) -> list[int]:
         """Numbers of devices per mesh: a node halved any number of times, or doubled up to all nodes. On few nodes
-        also all other numbers of nodes, and within a single small one all other numbers of devices, if the model can
-        be cut into as many parts (`_useful`): a plan for fewer devices may have such meshes. At hand see
-        `_widths_at_hand`."""
+        also all other numbers of nodes, and within small ones all other numbers of devices, if the model can be cut
+        into as many parts (`_useful`): a plan for fewer devices may have such meshes. At hand see `_widths_at_hand`."""
         if self._costs.shards is not None:
             return self._widths_at_hand(self._costs.shards.widest)
         per_kind = [self._per_node(kind) for kind in dict.fromkeys(d.kind for d in self._devices)]
@@ -153,12 +152,12 @@ class Meshes:
             found |= {width for width in self._other_widths(count) if self._useful(width)}
         return sorted(width for width in found if width > 1)
 
-    def _other_widths(self, per_node: int) -> range:
+    def _other_widths(self, per_node: int) -> list[int]:
         """Those beside a node halved and doubled, with `per_node` devices of a kind in each node."""
         nodes = self._cluster.nodes
-        if nodes == 1:
-            return range(2, per_node if per_node <= _FEW else 0)
-        return range(per_node, per_node * nodes if nodes <= _FEW else 0, per_node)
+        if nodes > _FEW:
+            return []
+        return [*range(2, per_node if per_node <= _FEW else 0), *range(per_node, per_node * nodes, per_node)]
 
     def _useful(self, width: int) -> bool:
         """Whether each prime factor of `width` divides the batch, or a dimension of the parameters with most bytes."""
@@ -230,16 +229,15 @@ class Meshes:
         return [d for d in self._costs.devices if self._cluster.specs[d.kind].device_type != "cpu"]
 
     def _kinds(self, width: int) -> list[str]:
-        """Device types with meshes of `width`; in planned clusters they fill nodes, or shares of a node, evenly."""
+        """Device types with meshes of `width`; in planned clusters within a node, or of whole nodes."""
         found = []
         for kind in dict.fromkeys(d.kind for d in self._devices):
             if self._costs.shards is not None:
                 found += [kind] if self._places(kind, width) else []
                 continue
             per_node = self._per_node(kind)
-            anywhere = self._cluster.nodes == 1
-            even = anywhere or per_node % width == 0 or width % per_node == 0
-            found += [kind] if even and width <= per_node * self._cluster.nodes else []
+            whole = width % per_node == 0 and width <= per_node * self._cluster.nodes
+            found += [kind] if width <= per_node or whole else []
         return found
 
     def _shapes(self, kind: str, width: int, *, every: bool = False) -> list[tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -67,14 +68,14 @@ class SearchSpace:
             self.pools = with_places_apart(costs, self.pools, apart)
         self.full: Used = tuple(len(pool) for pool in self.pools)
         self._nodes = [nodes_of(costs, pool) for pool in self.pools]
+        self._known_counts: dict[tuple[int, int, int], bool] = {}
         self._single = tuple(self._kind(pool, 1) for pool in range(len(self.pools)))
         # Seconds of planned clusters do not depend on how many devices are busy, so that one search knows them all.
         self.ahead = costs.cluster is not None
         few = math.prod(c + 1 for c in self.full) <= EXACT_STATES
         self.effort = (AHEAD if few else AHEAD_COARSE) if self.ahead else EXACT if few else COARSE
-        table = costs.tables[0]
         self.graph: AtomGraph = self.atoms.graph(
-            np.maximum(self.atoms.sums(table.nodes, table.forward[-1] + table.backward[-1]), 0.0)
+            self.atoms.sums(tuple(costs.shares), np.array(list(costs.shares.values())))
         )
         # Of a chain of layers half of the cuts are different ones: many meshes with several stages each need more.
         most = self.effort.cuts * (2 if meshes is not None and sum(self.full) > MANY_DEVICES else 1)
@@ -85,13 +86,12 @@ class SearchSpace:
         self._space = self._space_of(cuts)
         self.counts = self._microbatch_counts()
         # Whether stages may have every mesh shape at every number of micro-batches; else only what is near the best.
-        self.all_shapes = meshes is None or sum(map(meshes.n_shapes, self.counts)) <= self._most_shapes()
+        self.all_shapes = sum(map(self.n_shapes, self.counts)) <= self._most_shapes()
         self.schedules = self._schedules()
         self.most_replicas = options.max_replicas or len(costs.groups)
         self._known_seconds = KnownSeconds()
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
         self._known_kinds: dict[tuple[int, int], DeviceKind] = {}
-        self._known_counts: dict[tuple[int, int, int], bool] = {}
 
     def problem(self, m: int, schedule: str, counts: Used, chunks: int = 1, space: Space | None = None) -> Problem:
         """The partition problem for `m` micro-batches, with the times of operators on that many busy devices."""
@@ -148,6 +148,17 @@ class SearchSpace:
         new = [one for one in configurations if one.name not in self.costs.configuration]
         self.costs = replace(self.costs, configurations=(*self.costs.configurations, *new))
         self.atoms = with_configurations(self.atoms, self.costs, new, self.options.constraints)
+
+    @cached_property
+    def widths_everywhere(self) -> list[int]:
+        """Widths of meshes that all devices of a pool have places in."""
+        every, pools = [] if self.meshes is None else self.meshes.widths, range(len(self.pools))
+        return [w for w in every if any(self.counts_exactly(pool, w, self.full[pool]) for pool in pools)]
+
+    def n_shapes(self, m: int) -> int:
+        """The usual shapes of meshes of these widths for `m` micro-batches."""
+        known = None if self.meshes is None else self.meshes.meshes
+        return 0 if known is None or not known.divides(m) else sum(map(known.n_shapes, self.widths_everywhere))
 
     def _most_shapes(self) -> int:
         """Pairs of a mesh shape and a number of micro-batches that this search looks at, if there are no more."""
@@ -241,8 +252,9 @@ class SearchSpace:
         for pool, single in enumerate(self._single):
             for one in self.costs.configurations:
                 widest = min(most, single.count // config.copies)
-                of_pool = one.kind == single.name and config.least_width <= one.width <= widest
-                if of_pool and one.n_microbatches == config.n_microbatches and self._counts(pool, one.width, config):
+                here = one.kind == single.name and one.n_microbatches == config.n_microbatches
+                here = here and config.least_width <= one.width <= widest
+                if here and self.counts_exactly(pool, one.width, config.counts[pool]):
                     own = self._configured_space(space, one.name)
                     kind = self._known_kind(pool, one.width)
                     found.append(replace(kind, name=one.name, pool=pool, space=own))
@@ -250,11 +262,12 @@ class SearchSpace:
 
     def has_kinds(self, config: Config) -> bool:
         """Whether every pool has devices or meshes that `config` allows."""
+        if not self.costs.configurations:
+            return True
         return {kind.pool for kind in self._kinds(config, self._space)} >= set(range(len(self.pools)))
 
-    def _counts(self, pool: int, width: int, config: Config) -> bool:
-        """Whether the devices of a pool may be counted without knowing their nodes: see `counts_exactly`."""
-        n_devices = config.counts[pool]
+    def counts_exactly(self, pool: int, width: int, n_devices: int) -> bool:
+        """Whether that many devices of a pool may be counted without knowing their nodes: see `counts_exactly`."""
         key = (pool, width, n_devices)
         if key not in self._known_counts:
             exactly = counts_exactly(self._nodes[pool], width, n_devices)
@@ -271,7 +284,9 @@ class SearchSpace:
     @property
     def only_on_some_devices(self) -> list[int]:
         """Widths of meshes that plans on all devices of their pool do not have: hosts have fewer places for them than
-        the number of devices says, and the search counts devices."""
+        the number of devices says, and the search counts devices. None where a search of the cluster takes long."""
+        if self.ahead and not self.all_shapes:
+            return []
         uncounted = {
             (pool, width)
             for (pool, width, n), exactly in self._known_counts.items()

@@ -24,14 +24,14 @@ def join_small_atoms(
     costs: CostGraph,
     atoms: list[tuple[str, ...]],
     order: Iterable[tuple[str, str]],
-    seconds: Mapping[str, float],
+    shares: Mapping[str, float],
     constraints: Constraints,
 ) -> list[tuple[str, ...]]:
     """`atoms` with small ones joined, in the order of their first operators.
 
-    `order`: pairs (node, node that runs later). `seconds`: of every operator, in program order.
+    `order`: pairs (node, node that runs later). `shares`: of the model's seconds, of every operator, in program order.
     """
-    joined = _JoinedAtoms(costs, atoms, order, seconds, constraints)
+    joined = _JoinedAtoms(costs, atoms, order, shares, constraints)
     queue = deque(atom for atom in range(len(atoms)) if joined.is_small(atom))
     while queue:
         atom = queue.popleft()
@@ -39,7 +39,7 @@ def join_small_atoms(
         if neighbour is not None:
             joined.join(neighbour, atom)
             queue.append(neighbour)  # perhaps still small
-    place = {name: i for i, name in enumerate(seconds)}
+    place = {name: i for i, name in enumerate(shares)}
     kept = [sorted(members, key=place.__getitem__) for members in joined.members if members]
     return [tuple(members) for members in sorted(kept, key=lambda members: place[members[0]])]
 
@@ -52,12 +52,12 @@ class _JoinedAtoms:
         costs: CostGraph,
         atoms: Sequence[tuple[str, ...]],
         order: Iterable[tuple[str, str]],
-        seconds: Mapping[str, float],
+        shares: Mapping[str, float],
         constraints: Constraints,
     ) -> None:
         self.members = [list(atom) for atom in atoms]
-        self._weight = [sum(seconds[name] for name in atom) for atom in atoms]  # s
-        self._largest = list(self._weight)  # s of the largest atom that joined
+        self._weight = [sum(shares[name] for name in atom) for atom in atoms]
+        self._largest = list(self._weight)  # share of the largest atom that joined
         self._small = _SMALL * sum(self._weight)
         self._marks = [_marks(atom, constraints) for atom in atoms]
         self._before: list[dict[int, float]] = [{} for _ in atoms]  # predecessor -> bytes that it sends here

@@ -1,7 +1,7 @@
 """A plan as a JSON file to be read and edited by hand.
 
     {
-    "autopar_plan": "6.0", "checksum": "5f0c...", "n_microbatches": 8, "schedule": "1f1b", ...
+    "autopar_plan": "6.1", "checksum": "5f0c...", "n_microbatches": 8, "schedule": "1f1b", ...
     "stages": [
      {"devices": ["0.0-1:H100"], "operators": ["embed: embedding#0", "layers.0-7"], "figures": "A",
      "sharding": {"mesh": {"tensor": 2}, "layers": "A", "strategies": {"S0 R -> P": "embed: embedding"}}},
@@ -41,7 +41,7 @@ from autopar.plan.file_format.fields import plain, read_fields
 from autopar.plan.file_format.json_text import json_text
 from autopar.plan.file_format.writing import layered
 
-FORMAT, ADDITION = 6, 0
+FORMAT, ADDITION = 6, 1
 _EARLIER = (5, 4, 3)  # formats with layers
 _FLAT = 2  # the format without layers
 _CHECKSUM_DIGITS = 16

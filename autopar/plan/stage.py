@@ -9,8 +9,21 @@ from autopar.sharding.stage_sharding import StageSharding
 
 
 @dataclass(frozen=True)
+class SizeRatios:
+    """Of micro-batches of two sizes, what a smaller one takes, divided by what a larger one takes."""
+
+    forward: float
+    backward: float
+    weight: float
+    again: float  # what recomputation adds to the backward
+
+
+@dataclass(frozen=True)
 class Stage:
-    """One stage. Times and bytes are predictions for one micro-batch on one device; None in a plan made by hand."""
+    """One stage. Times and bytes are predictions for one micro-batch on one device; None in a plan made by hand.
+
+    Times of a micro-batch are means over those of a step.
+    """
 
     devices: tuple[str, ...]  # names; several are replicas (or meshes): micro-batch i runs on devices[i mod r]
     operators: tuple[str, ...] = ()  # `module.path/operator#k`, in program order
@@ -37,6 +50,7 @@ class Stage:
     # s of the backward (its weight part) that the first micro-batch of a replica lacks: adding gradients of parameters
     # to those of earlier micro-batches. None: not known apart.
     accumulation_time: float | None = None
+    size_ratios: SizeRatios | None = None  # of its times; None: micro-batches are even, or take as their samples say
     # Bytes on the device that has least, for all its stages. At hand it is what was free when the plan was priced: that
     # changes from moment to moment, makes no other plan, and is not saved.
     usable_memory: int | None = field(default=None, compare=False)

@@ -69,7 +69,7 @@ def explain_plan(plan: Plan) -> Explanation:
 def own_explanation(plan: Plan, step: PredictedStep | None = None) -> Explanation:
     """The explanation from a plan's own numbers, without a search. `step`: that of the plan, where it is known."""
     step = step_of_plan(plan) if step is None else step
-    larger = None if step is None else step_of_plan(plan, batch_factor=2, barrier=step.barrier)
+    larger = None if step is None else step_of_plan(plan, batch_factor=2)
     if step is None or larger is None:
         return Explanation(plan, None, partial=True)
     bottleneck = _bottleneck(plan, step.timeline(), step.timeline(link_speed=float("inf")))
@@ -140,7 +140,7 @@ def _helps(plan: Plan, bottleneck: Bottleneck, step: PredictedStep, larger: Pred
 
     def other_step(devices: Container[tuple[str, ...]], **factors: float) -> float:
         stages = (at_other_speed(s, **factors) if s.devices in devices else s for s in plan.stages)
-        found = step_of_plan(replace(plan, stages=tuple(stages)), barrier=step.barrier)
+        found = step_of_plan(replace(plan, stages=tuple(stages)))
         assert found is not None, "the plan's own stages have times"
         return found.timeline().step_time
 

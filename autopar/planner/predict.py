@@ -27,7 +27,7 @@ from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atom_times import atom_times
 from autopar.planner.inter_op.atoms import Atoms, gather_all
 from autopar.planner.inter_op.optimizer_seconds import optimizer_rates, stepped, sum_of
-from autopar.planner.predicted_step import ONE_WORKER, PredictedStep, step_of_plan
+from autopar.planner.predicted_step import ONE_WORKER, PredictedStep, pass_fields, step_of_plan
 from autopar.planner.priced_step import predicted_step, traffic_of
 from autopar.planner.rehearsed_memory import BY_FORMULA, Peaks, rehearsed
 from autopar.schedule.micro_batches import split_sizes
@@ -58,7 +58,7 @@ def predict(
     if configurations or not any(stage.sharding for stage in plan.stages):
         return priced
     kept = _with_sharded(priced, plan)
-    sharded_step = step_of_plan(kept, barrier=step.barrier) if len(kept.transfers) == len(priced.transfers) else None
+    sharded_step = step_of_plan(kept) if len(kept.transfers) == len(priced.transfers) else None
     if sharded_step is None:
         return kept
     timeline = sharded_step.one_copy().timeline()
@@ -160,6 +160,7 @@ def as_plan(
         single_device_time=_single_device_time(costs, atoms, optimizer),
         bubble=timeline.bubble,
         one_worker=step.one_worker,
+        barrier=step.barrier,
         action_time=step.overhead if costs.python != NOT_MEASURED else None,
         message_time=step.handling or None,
         transfers=tuple(_plan_transfers(costs, atoms, arrangement, step)),
@@ -169,7 +170,8 @@ def as_plan(
 def _plan_stages(
     costs: CostGraph, atoms: Atoms, arrangement: Arrangement, step: PredictedStep, timeline: Timeline
 ) -> list[Stage]:
-    """Times of a stage are those of a micro-batch of the mean size, without Python's overhead for an action."""
+    """Times of a stage are without Python's overhead for an action."""
+    sizes = split_sizes(costs.batch_size, arrangement.n_microbatches)
     peaks = timeline.peak_memory or ()
     stages = []
     for number, (name, predicted) in enumerate(zip(arrangement.cost_names, step.stages, strict=True)):
@@ -178,9 +180,6 @@ def _plan_stages(
         rows = costs.batch_size / arrangement.n_microbatches
         each = atom_times(costs, atoms, name, arrangement.busy, rows).under(arrangement.schedule)
         each, split = each.running(predicted.recompute), arrangement.schedule == "zb-h1"
-        mean, longer = (
-            each.stage(inside, split=split, recompute=mode) for mode in (Recompute.NONE, predicted.recompute)
-        )
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=lambda n: costs.operators[n].position)
         configuration = costs.configuration.get(name)
         run_again = {n for n in nodes if costs.operators[n].runs_again(predicted.recompute)}
@@ -193,10 +192,7 @@ def _plan_stages(
                 layerwise=predicted.recompute.by_layer,
                 keeps_products=predicted.recompute == Recompute.OPERATORS,
                 selective=predicted.recompute == Recompute.SELECTIVE,
-                recompute_time=(sum(predicted.again) / len(predicted.again)) if predicted.again else None,
-                forward_time=mean.forward,
-                backward_time=mean.backward,
-                weight_time=longer.weight,
+                **pass_fields(predicted, sizes),
                 parameter_bytes=memory.parameters,
                 activation_bytes=memory.activation[0],
                 peak_memory=max((peaks[slot] for slot in timeline.schedule.slots_of(number)), default=0),

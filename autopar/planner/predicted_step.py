@@ -11,22 +11,20 @@ search considers, or from a plan's own fields, for plans that were saved or load
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.costs.shared_hardware import hardware_of
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import Recompute
-from autopar.plan.stage import Stage
+from autopar.plan.stage import SizeRatios, Stage
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Transfer
-from autopar.schedule.micro_batches import split_sizes
+from autopar.schedule.micro_batches import from_mean, mean_and_ratio, split_sizes
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import StageMemory, Timeline
-
-_SAME = 1e-9  # steps that differ by this share are one step
-_NEARER = 1e-3  # a step is the predicted one if it is this much nearer to it than another
 
 ONE_WORKER = "one worker does all actions: operators take hardly longer than Python needs to call them"
 
@@ -156,34 +154,29 @@ class PredictedStep:
         )
 
 
-def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool | None = None) -> PredictedStep | None:
+def step_of_plan(plan: Plan, *, batch_factor: int = 1) -> PredictedStep | None:
     """A step from a plan's own numbers; None where it has none (made by hand).
 
     `batch_factor`: the batch is this many times as large, in as many times the micro-batches of the same sizes.
-    `barrier`: as in `PredictedStep`. None: as in the plan's predicted step, so pass that of the plan's own step for a
-    copy with other times.
     """
     if any(stage.forward_time is None or stage.backward_time is None for stage in plan.stages):
         return None
-    if barrier is None:
-        barrier = _was_predicted_with_barrier(plan)
     m = plan.n_microbatches
     sizes = split_sizes(plan.batch_size or m, m)
-    share = [size * m / sum(sizes) for size in sizes] * batch_factor  # of the mean micro-batch
     stages = []
     for number, stage in enumerate(plan.stages):
-        forward, backward, weight = stage.forward_time or 0.0, stage.backward_time or 0.0, stage.weight_time or 0.0
+        forward, backward, weight, again = (each * batch_factor for each in _passes(stage, sizes))
         stages.append(
             PredictedStage(
-                tuple(forward * s for s in share),
-                tuple(backward * s for s in share),
-                tuple(weight * s for s in share),
+                forward,
+                backward,
+                weight,
                 stage.mode,
                 stage.sync_time or 0.0,
                 any(link.target == number and link.backward_bytes for link in plan.transfers),
                 stage.optimizer_time or 0.0,
                 memory=_memory(stage, [size / sizes[0] for size in sizes] * batch_factor),
-                again=tuple((stage.recompute_time or 0.0) * s for s in share),
+                again=again,
                 accumulation=stage.accumulation_time or 0.0,
             )
         )
@@ -192,7 +185,7 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool | None = No
         back = link.backward_seconds
         if back is None:
             back = link.seconds / 2 if link.backward_bytes else 0.0  # a gradient is as large as its value
-        n = len(share)
+        n = m * batch_factor
         each = (link.seconds - back,) * n, (back,) * n
         transfers.append(Transfer(link.source, link.target, *each, overlap=not link.blocking))
     n_groups = sum(stage.replicas for stage in plan.stages[: plan.ranks])  # a mesh is one group, as in `Arrangement`
@@ -200,12 +193,12 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool | None = No
         tuple(stages),
         tuple(transfers),
         plan.schedule,
-        len(share),
+        m * batch_factor,
         tuple(stage.replicas for stage in plan.stages[: plan.ranks]),
         plan.chunks,
         plan.training,
         plain=n_groups == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
-        barrier=barrier,
+        barrier=plan.barrier,
         overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0) if plan.action_time is None else plan.action_time,
         handling=plan.message_time or 0.0,
         hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
@@ -213,17 +206,26 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool | None = No
     )
 
 
-def _was_predicted_with_barrier(plan: Plan) -> bool:
-    """Whether the plan's predicted step is one with a barrier, which plans do not record, and not one without."""
-    if plan.predicted_step_time is None or not plan.training or plan.n_microbatches == 1:
-        return False
-    off = []
-    for barrier in (False, True):
-        step = step_of_plan(plan, barrier=barrier)
-        off.append(abs((0.0 if step is None else step.timeline().step_time) - plan.predicted_step_time))
-        if off[0] <= _SAME * plan.predicted_step_time:
-            return False
-    return off[1] < off[0] * _NEARER
+def pass_fields(stage: PredictedStage, sizes: Sequence[int]) -> dict[str, Any]:
+    """The fields of a plan's stage that say how long its passes take. `sizes`: samples of each micro-batch."""
+    passes = stage.forward, stage.backward, stage.weight, stage.again or (0.0,)
+    found = [mean_and_ratio(seconds) for seconds in passes]
+    (forward, backward, weight, again), ratios = zip(*found, strict=True)
+    return {
+        "forward_time": forward,
+        "backward_time": backward,
+        "weight_time": weight,
+        "recompute_time": again if stage.again else None,
+        "size_ratios": SizeRatios(*ratios) if len(set(sizes)) > 1 else None,
+    }
+
+
+def _passes(stage: Stage, sizes: Sequence[int]) -> Iterator[tuple[float, ...]]:
+    """Seconds of each micro-batch from `pass_fields`: forward, backward, its weight part and what runs again."""
+    means = stage.forward_time, stage.backward_time, stage.weight_time, stage.recompute_time
+    known = stage.size_ratios
+    ratios = (None,) * len(means) if known is None else (known.forward, known.backward, known.weight, known.again)
+    return (from_mean(mean or 0.0, sizes, ratio) for mean, ratio in zip(means, ratios, strict=True))
 
 
 def _memory(stage: Stage, shares: Sequence[float]) -> StageMemory | None:

@@ -33,12 +33,12 @@ def sensitivity(plan: Plan, step: PredictedStep | None = None) -> tuple[Change, 
         changes += [({"collectives": factor}, what) for factor, what in _COLLECTIVES]
     for factors, what in changes:
         stages = tuple(at_other_speed(stage, **factors) for stage in plan.stages)
-        other = step_of_plan(replace(plan, stages=stages), barrier=step.barrier)
+        other = step_of_plan(replace(plan, stages=stages))
         found += [Change(what, other.timeline().step_time)] if other is not None else []
     for times in (2, 4) if plan.n_microbatches > 1 else ():
         if times * plan.n_microbatches * len(plan.stages) > _MOST_ACTIONS:
             break
-        larger = step_of_plan(plan, batch_factor=times, barrier=step.barrier)
+        larger = step_of_plan(plan, batch_factor=times)
         what = f"a batch {times} times as large, in {times} times the micro-batches"
         found += [Change(what, larger.timeline().step_time / times)] if larger is not None else []
     return tuple(found)

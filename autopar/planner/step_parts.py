@@ -25,9 +25,10 @@ def _(plan: Plan) -> dict[str, float]:
     parts = dict.fromkeys(("recomputing", "exchanging tensors within its stage"), 0.0)
     for event in actions:
         if event.action.phase is Phase.FORWARD:
-            stage = plan.stages[event.action.stage]
-            again = stage.forward_time if stage.mode is Recompute.STAGE else stage.recompute_time
-            parts["recomputing"] += max(0.0, (again or 0.0) - exposed_again(stage)) if plan.training else 0.0
+            stage, predicted = plan.stages[event.action.stage], step.stages[event.action.stage]
+            again = predicted.forward if stage.mode is Recompute.STAGE else predicted.again
+            own = again[event.action.microbatch]
+            parts["recomputing"] += max(0.0, own - exposed_again(stage)) if plan.training else 0.0
             parts["exchanging tensors within its stage"] += exposed_each(stage)
     computing = sum(event.end - event.start for event in actions) - sum(parts.values())
     sends = sum(send.end - send.start for send in timeline.sends if send.slot == slot and not send.transfer.overlap)

@@ -32,7 +32,7 @@ def llama_of_16_layers(heads: int = 32, key_value_heads: int = 8) -> tuple[Llama
 
 def assert_is_short(plan: Plan) -> None:
     text = plan.to_json()
-    assert json.loads(text)["autopar_plan"] == "6.0"
+    assert json.loads(text)["autopar_plan"] == "6.1"
     assert '"rows": ' not in text, "no table needs to be written in full"
     found = Plan.from_json(text)
     assert found == plan

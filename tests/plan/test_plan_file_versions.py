@@ -26,7 +26,7 @@ def test_a_file_of_format_5_is_still_read_with_its_price_and_the_present_one_is_
     found = Plan.from_json(text)
     assert found.predicted_step_time == json.loads(text)["predicted_step_time"] is not None
     assert json.loads(found.to_json())["checksum"] == json.loads(text)["checksum"]
-    assert json.loads(found.to_json())["autopar_plan"] == "6.0"
+    assert json.loads(found.to_json())["autopar_plan"] == "6.1"
     assert Plan.from_json(found.to_json()) == found
     assert len(found.to_json()) < 0.9 * len(text)
     edited = Plan.from_json(text.replace(f'"n_microbatches": {found.n_microbatches}', '"n_microbatches": 2'))
@@ -188,11 +188,11 @@ def test_a_file_of_format_4_is_still_read_and_the_present_one_is_shorter() -> No
 
 def test_a_later_addition_is_left_out_with_a_note_and_a_later_format_is_refused() -> None:
     text = layered_plan().to_json()
-    later = text.replace('"autopar_plan": "6.0"', '"autopar_plan": "6.7",\n "weather": "fine"')
+    later = text.replace('"autopar_plan": "6.1"', '"autopar_plan": "6.7",\n "weather": "fine"')
     found = Plan.from_json(later)
     assert found == replace(layered_plan().without_predictions("x"), notes=found.notes)
     assert "a later autopar wrote this plan, with 'weather', which this one leaves out" in found.notes[0]
     with pytest.raises(PlanError, match="weather is unknown"):
-        Plan.from_json(text.replace('"autopar_plan": "6.0"', '"autopar_plan": "6.0",\n "weather": "fine"'))
+        Plan.from_json(text.replace('"autopar_plan": "6.1"', '"autopar_plan": "6.1",\n "weather": "fine"'))
     with pytest.raises(PlanError, match=re.escape("got '7.0'; a later autopar wrote this file")):
-        Plan.from_json(text.replace('"6.0"', '"7.0"'))
+        Plan.from_json(text.replace('"6.1"', '"7.0"'))

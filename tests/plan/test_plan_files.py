@@ -162,7 +162,7 @@ def test_what_is_read_is_what_was_written(plan: Plan) -> None:
     assert Plan.from_json(text) == plan
     assert Plan.from_json(text).to_json() == text
     ambiguous = any("@" in key or key.startswith(".") for stage in plan.stages for key in stage.operators)
-    assert ambiguous or json.loads(text)["autopar_plan"] == "6.0"
+    assert ambiguous or json.loads(text)["autopar_plan"] == "6.1"
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_collectives_under_one_number_are_those_in_their_order(runs: list[list[i
     sharding = replace(StageSharding.from_texts((2,), ("data",), {}, {}), exchanges=tuple(exchanges))
     plan = Plan((Stage(("a", "b"), ("x/y#0",), sharding=sharding),), 1)
     text = plan.to_json()
-    assert json.loads(text)["autopar_plan"] == "6.0"
+    assert json.loads(text)["autopar_plan"] == "6.1"
     assert Plan.from_json(text) == plan
 
 

@@ -231,7 +231,7 @@ def test_a_file_with_stages_needs_operators_or_a_split() -> None:
     assert "no stage has operators; list them, or give a split of the modules" in complaint(data)
     split = {"a": 0, "b": 1, "c": 2}
     assert dict(Plan.from_json(json.dumps(data | {"split": split})).split) == split
-    alone = {"autopar_plan": "6.0", "stages": data["stages"][:1], "n_microbatches": 2}
+    alone = {"autopar_plan": "6.1", "stages": data["stages"][:1], "n_microbatches": 2}
     assert Plan.from_json(json.dumps(alone)).stages[0].operators == (), "the whole model"
 
 
@@ -282,11 +282,11 @@ def test_a_name_given_twice_is_reported_wherever_it_is() -> None:
         ("3", "not a plan"),
         ("[" * 100_000, "not a plan"),
         ("{}", "autopar_plan"),
-        ('{"autopar_plan": 99}', "version of the format, '6.0' or 2, got 99"),
-        ('{"autopar_plan": 1}', "version of the format, '6.0' or 2, got 1"),
-        ('{"autopar_plan": 2.0}', "version of the format, '6.0' or 2, got 2.0"),
-        ('{"autopar_plan": true}', "version of the format, '6.0' or 2, got True"),
-        ('{"autopar_plan": "3"}', "version of the format, '6.0' or 2, got '3'"),
+        ('{"autopar_plan": 99}', "version of the format, '6.1' or 2, got 99"),
+        ('{"autopar_plan": 1}', "version of the format, '6.1' or 2, got 1"),
+        ('{"autopar_plan": 2.0}', "version of the format, '6.1' or 2, got 2.0"),
+        ('{"autopar_plan": true}', "version of the format, '6.1' or 2, got True"),
+        ('{"autopar_plan": "3"}', "version of the format, '6.1' or 2, got '3'"),
         ('{"autopar_plan": "7.0"}', "got '7.0'; a later autopar wrote this file; plan again"),
         ('{"autopar_plan": 2}', "stages is missing"),
         ('{"autopar_plan": 2, "stages": [], "n_microbatches": 1}', "at least one stage"),

@@ -19,7 +19,7 @@ from autopar.plan.file_format.folding import definition_name
 from autopar.plan.recompute import NAMES, Recompute
 
 EVERY, FIGURES, _FIELDS = "every_stage", "figures", "fields"
-_PEAK, _RECOMPUTE, _SHARDING = "peak_memory", "recompute", "sharding"
+_PEAK, _RECOMPUTE, _SHARDING, _RATIOS = "peak_memory", "recompute", "sharding", "size_ratios"
 _WORTH = 100  # characters that a table saves, or numbers stand with their stages
 _ROW, _USE, _TABLE = 10, 16, 30  # characters, about, of a row, of naming it, and of the rest of the table
 _Cell = tuple[type, Any] | None  # 1 and 1.0 are equal, but are not written alike
@@ -59,7 +59,7 @@ def take_figures(stages: list[dict[str, Any]]) -> dict[str, Any]:
 def _settings(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of what is no number, what most stages have."""
     found = {}
-    for name in (_RECOMPUTE, _SHARDING):
+    for name in (_RECOMPUTE, _SHARDING, _RATIOS):
         values = {repr(stage[name]): stage[name] for stage in stages if name in stage}
         times = Counter(repr(stage.get(name)) for stage in stages)
         usual = max(values, key=lambda text: times[text], default="")

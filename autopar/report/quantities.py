@@ -5,35 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from autopar.errors.numbers import count, digits, duration_text, seconds_text
 from cost_models import bytes_text
 from cost_models.hardware.device_specs import data_sheet_of
 
-_MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 365.25 * 86400.0
-_DURATIONS = ((_YEAR, "years"), (_DAY, "days"), (_HOUR, "hours"), (_MINUTE, "minutes"))
+__all__ = [
+    "count",
+    "digits",
+    "duration_text",
+    "flops_text",
+    "largest_text",
+    "no_data_sheet",
+    "percent",
+    "rate_text",
+    "seconds_text",
+    "share_of_text",
+    "size_text",
+    "ticks",
+    "utilisation_text",
+]
+
 _ROOM = 0.95  # share of an axis from where on a text in the middle would stick out
 _ROUNDING = 1e-9
-_SHORT = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-
-
-def digits(value: float, count: int = 3) -> str:
-    """With `count` significant digits, but all digits before the point: 1,234; 12.3; 0.0123."""
-    if not value:
-        return "0"
-    if abs(value) >= 10 ** (count - 1):
-        return f"{value:,.0f}"
-    return f"{value:.{count}g}"
-
-
-def seconds_text(seconds: float | None) -> str:
-    """`231 ms`."""
-    if seconds is None:
-        return "unknown"
-    if seconds >= 2 * _MINUTE:
-        return duration_text(seconds)
-    for unit, name in _SHORT:
-        if seconds >= unit:
-            return f"{digits(seconds / unit)} {name}"
-    return "0 s" if not seconds else f"{digits(seconds / 1e-6)} us"
 
 
 def ticks(seconds: float, most: int = 6) -> tuple[tuple[float, str], ...]:
@@ -45,14 +38,6 @@ def ticks(seconds: float, most: int = 6) -> tuple[tuple[float, str], ...]:
     step = next(power * n for n in (1, 2, 5, 10) if seconds / (power * n) <= most)
     places = [n * step / seconds for n in range(int(seconds / step * (1 + _ROUNDING)) + 1)]
     return tuple((place, seconds_text(place * seconds)) for place in places if place <= _ROOM or place >= 1 - _ROUNDING)
-
-
-def duration_text(seconds: float) -> str:
-    """`12.4 days`."""
-    for unit, name in _DURATIONS:
-        if seconds >= 1.5 * unit:
-            return f"{digits(seconds / unit)} {name}"
-    return f"{digits(seconds)} s"
 
 
 def size_text(nbytes: float | None) -> str:
@@ -95,11 +80,6 @@ def percent(share: float, sign: str = "") -> str:
 def utilisation_text(share: float) -> str:
     """`12.3%`, and `0.012%` where one decimal would show nothing."""
     return percent(share) if not share or share >= 1e-3 else f"{digits(100 * share, 2)}%"
-
-
-def count(number: int, one: str, many: str | None = None) -> str:
-    """`1 stage`, `4 stages`."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def no_data_sheet(device_kinds: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from autopar.errors.numbers import count, seconds_text
 from autopar.schedule.clock import Event, Phase, Send
 from autopar.schedule.table import Schedule, held
 
@@ -168,8 +169,8 @@ class Timeline:
                 share = ""
         width = max(len(label) for label, _, _ in rows)
         head = (
-            f"{self.schedule.name}: {self.schedule.n_microbatches} micro-batches, "
-            f"step {self.step_time:.4g} s, bubble {self.bubble:.1%}"
+            f"{self.schedule.name}: {count(self.schedule.n_microbatches, 'micro-batch', 'micro-batches')}, "
+            f"step {seconds_text(self.step_time)}, bubble {self.bubble:.1%}"
         )
         return "\n".join([head, *(f"{label:>{width}} |{row}|{share}" for label, row, share in rows), self._legend()])
 

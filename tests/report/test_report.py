@@ -17,6 +17,7 @@ from autopar.errors import InputError, PlanError
 from autopar.plan.plan import Plan
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.report.plan import module_ranges, plan_text
+from autopar.report.quantities import seconds_text
 from autopar.report.tables import WIDTH, milliseconds, table
 
 OPERATORS = (
@@ -119,7 +120,7 @@ def test_a_report_draws_the_timeline_of_the_plans_own_times() -> None:
     """Two equal stages, m micro-batches: m + 1 units of a forward and a backward, and the runtime's overhead."""
     plan = plan_of(3, batch_size=8, transfers=(StageTransfer(0, 1, 1000, 1000, 0.0),))
     text = str(plan.report())
-    assert f"step {(4 + 1) * (0.01 + 0.02 + 2 * ACTION_OVERHEAD):.4g} s" in text
+    assert f"4 micro-batches, step {seconds_text((4 + 1) * (0.01 + 0.02 + 2 * ACTION_OVERHEAD))}, bubble" in text
     assert_printable(text)
     by_hand = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
     assert "F0" in str(by_hand.report())

@@ -100,12 +100,18 @@ def test_a_timeline_prints_one_row_a_slot_in_proportion_to_time() -> None:
     stages = [StageTimes((1.0,), (2.0,)), StageTimes((3.0,), (3.0,), finish=2.0)]
     lines = str(simulate(schedule, stages, [Transfer(0, 1, (1.0,), (1.0,))])).splitlines()
     second = 8  # columns, of 11 s in 88
-    assert lines[0] == "gpipe: 1 micro-batches, step 11 s, bubble 50.0%"
+    assert lines[0] == "gpipe: 1 micro-batch, step 11 s, bubble 50.0%"
     assert lines[1:3] == [
         "0.0 |" + "0" * second + " " * 8 * second + "a" * 2 * second + "|  27%",
         "1.0 |" + " " * 2 * second + "0" * 3 * second + "a" * 3 * second + "=" * 2 * second + " " * second + "|  73%",
     ]
     assert max(map(len, lines)) <= 100
+
+
+def test_a_timeline_counts_its_micro_batches_and_gives_short_steps_in_microseconds() -> None:
+    stages = [StageTimes((1e-4,) * 3, (7.5e-5,) * 3)]
+    text = str(simulate(make_schedule("1f1b", 3, (1,)), stages, []))
+    assert text.startswith("1f1b: 3 micro-batches, step 525 us, bubble 0.0%\n")
 
 
 def test_a_drawing_tells_the_parts_of_a_backward_sending_and_the_optimizer_apart() -> None:

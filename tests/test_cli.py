@@ -55,6 +55,11 @@ def nonsense():
 def misspelt():
     return {"model": net(), "args": (torch.ones(4, 8),)}
 
+def wrong_input():
+    return net(), (torch.ones(4, 5),)
+
+number = 5
+
 class Decides(nn.Module):
     def forward(self, x):
         return x if x.sum() > 0 else -x
@@ -271,6 +276,9 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
     [
         (("plan", "factories:uncapturable", "--strict", "--devices", "cpu"), "cannot capture", 1),
         (("plan", "factories:with_args", "--devices", "cpu", "--memory-limit", "1"), "no plan fits", 1),
+        (("plan", "factories:wrong_input", "--devices", "cpu"), "the model itself raised RuntimeError", 2),
+        (("plan", "factories:wrong_input", "--cluster", "2xT4"), "the model itself raised RuntimeError", 2),
+        (("plan", "factories:number"), "factories:number is an int, not a callable", 2),
         (("plan", "factories:nonsense"), "must return", 2),
         (("plan", "factories:misspelt"), "args", 2),
         (("plan", "factories:with_args", "--devices", "tpu"), "tpu", 2),
@@ -360,7 +368,7 @@ def test_an_error_in_the_users_file_is_one_line_with_the_file_and_the_line(code:
     [
         ("takes_arguments", "def takes_arguments", "takes width, depth, but a factory is called without arguments"),
         ("raises", "nn.Linear(2, 3)", "RuntimeError: "),
-        ("exits", "SystemExit(3)", "exit 3"),
+        ("exits", "SystemExit(3)", " factories:exits ends the program (exit 3); "),
         ("nonsense", "def nonsense", "must return (model, args)"),
         ("loss_raises", "output + torch.ones(3, 5)", "RuntimeError: The size of tensor"),
     ],

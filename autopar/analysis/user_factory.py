@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import AutoparError, InputError, first_line, short_path, users_line
-from autopar.errors.names import did_you_mean, similar
+from autopar.errors.names import did_you_mean, similar, with_article
 
 _KNOWN = ("model", "example_args", "example_kwargs", "target", "loss_fn")
 
@@ -32,7 +32,7 @@ def load_call(name: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the command's result
         factory = _attribute(_module(module_name), path, name)
         _check_takes_no_arguments(factory, name)
-        with _named(f"{name} raises "):
+        with _named(name):
             result = factory()
     return _as_call(result, f"{_home(factory)}{name}")
 
@@ -54,7 +54,7 @@ def _parts(name: str) -> tuple[str, str]:
 
 def _module(name: str) -> ModuleType:
     try:
-        with _named(f"the module {name} "):
+        with _named(f"the module {name}"):
             return importlib.import_module(name)
     except InputError as error:
         cause = error.__cause__
@@ -77,7 +77,9 @@ def _attribute(module: ModuleType, path: str, name: str) -> Callable[[], Any]:
         hint = f"; {meant}" if meant else ""
         raise InputError(f"{file}: there is no {path!r} in the module{hint}") from None
     if not callable(factory):
-        raise InputError(f"{file}: {name} is a {type(factory).__name__}, not a callable that returns a model")
+        raise InputError(
+            f"{file}: {name} is {with_article(type(factory).__name__)}, not a callable that returns a model"
+        )
     return factory
 
 
@@ -100,7 +102,10 @@ def _check_takes_no_arguments(factory: Callable[..., Any], name: str) -> None:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Inside, every error of the user's code becomes an InputError that starts with its file and line."""
+    """Inside, every error of the user's code becomes an InputError that starts with its file and line.
+
+    `what`: whose code it is.
+    """
     try:
         yield
     except AutoparError:
@@ -108,12 +113,12 @@ def _named(what: str) -> Iterator[None]:
     except SystemExit as error:
         where = users_line(error)
         raise InputError(
-            f"{where + ': ' if where else ''}{what}ends the program (exit {error.code}); "
+            f"{where + ': ' if where else ''}{what} ends the program (exit {error.code}); "
             "put what runs as a program under if __name__ == '__main__':"
         ) from error
     except Exception as error:
         where = users_line(error)
-        raise InputError(f"{where}: {first_line(error)}" if where else f"{what}{first_line(error)}") from error
+        raise InputError(f"{where}: {first_line(error)}" if where else f"{what} raises {first_line(error)}") from error
 
 
 def _home(factory: Callable[..., Any]) -> str:

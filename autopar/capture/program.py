@@ -309,7 +309,7 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
             opaque, first, lost = following, first or refused, lost or isinstance(refused, LostEffectError)
         except RehearsalError as error:
             # It ran because a part could not be captured: for these inputs, unless something else is wrong with it.
-            raise CaptureError(f"{error}. If it runs on these: {first}") from error
+            raise type(error)(f"{error}. If it runs on these: {first}") from error
         parts = [call.model.get_submodule(path) for path in opaque.reasons]
         # Later rooms know batch norm as a module of its own, which symbolic_trace leaves in the graph.
         norms = bool(parts) and all(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)

@@ -31,6 +31,7 @@ from autopar.capture.module_state import Attributes, Generators, own_generators
 from autopar.capture.parameter_writes import ParameterValues, refusal
 from autopar.capture.registrations import contents_restored
 from autopar.capture.uncaptured import Effects, Size, Structure, TensorResult, same_constants
+from autopar.errors.names import with_article
 
 WRITES_INPUT = "writes into its input"
 
@@ -260,7 +261,7 @@ def _watched_call(held: HeldTensors | None, call: Callable[..., Any], args: Any,
     elif not all(is_constant(c) for c in structure.constants):
         named = zip(torch_private.tree_paths(result), structure.constants, strict=True)
         path, other = next((path, c) for path, c in named if not is_constant(c))
-        refused = f"returns a {type(other).__name__}" + (f" in output{path}" if path else "")
+        refused = f"returns {with_article(type(other).__name__)}" + (f" in output{path}" if path else "")
     elif any(t.is_sparse or t.is_nested for t in tensors):
         refused = "returns a tensor without strides"
     else:

@@ -36,7 +36,8 @@ from autopar.capture.rehearsal import (
 )
 from autopar.capture.source_code import source_code
 from autopar.capture.uncaptured import Structure, TensorResult, Uncaptured
-from autopar.errors import CaptureError, users_line
+from autopar.errors import CaptureError, InputError, users_line
+from autopar.errors.names import with_article
 
 _library = torch.library.Library("autopar_uncaptured", "DEF")
 _library.define("call(Tensor[] tensors, SymInt[] sizes, str name) -> Tensor[]")
@@ -70,6 +71,10 @@ class RefusedError(CaptureError):
 
 class RehearsalError(CaptureError):
     """The model does not run on the example."""
+
+
+class WrongCallError(RehearsalError, InputError):
+    """It does not, although all tensors have values: whatever can be captured, the call is wrong."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class OpaqueCalls:
 def rehearsed(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Sequence[int | None], opaque: Opaque
 ) -> OpaqueCalls:
-    """What the opaque parts return. Raises CaptureError if the model does not run."""
+    """What the opaque parts return. Raises RehearsalError if the model does not run."""
     try:
         return OpaqueCalls(rehearse(model, args, kwargs, dims, opaque.reasons.keys(), opaque.functions))
     except (ParameterWriteError, RegistrationError):
@@ -155,7 +160,9 @@ def rehearsed(
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         line = users_line(error)
-        raise RehearsalError(
+        tensors = [*model.parameters(), *model.buffers(), *torch_private.tree_leaves((args, kwargs))]
+        without_values = any(isinstance(x, torch.Tensor) and x.is_meta for x in tensors)  # which right code may ask for
+        raise (RehearsalError if without_values else WrongCallError)(
             f"the model itself raised {type(error).__name__} on this call{f' at {line}' if line else ''}: {text}; "
             "give inputs that it runs on"
         ) from error
@@ -298,7 +305,7 @@ class _Apply:
 def _refused_inputs(inputs: Structure) -> str:
     for constant in inputs.constants:
         if not (is_constant(constant) or isinstance(constant, enum.Enum)):
-            return f"takes a {type(constant).__name__}, which a graph cannot hold"
+            return f"takes {with_article(type(constant).__name__)}, which a graph cannot hold"
     return ""
 
 

@@ -23,6 +23,11 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names[:_MAX_LISTED]) + more
 
 
+def with_article(noun: str) -> str:
+    """`an int`, `a tuple`; also `a UNet`, as most names of classes that begin with a U are spoken so."""
+    return f"{'an' if noun[:1].lower() in tuple('aeio') else 'a'} {noun}"
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'layers.8' or 'layers.0'?`, or which names there are; empty if there are none."""
     names = list(dict.fromkeys(known))

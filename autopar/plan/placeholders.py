@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from autopar.errors.numbers import count
 from cost_models.hardware.device_specs import describes
 
 _ANY = "any"
@@ -64,7 +65,7 @@ def devices_of_type(
         return names, ""
     left = ", ".join(f"{name} = '{kind}'" if kind else name for name, kind in free) or "none is left"
     kinds = ", ".join(sorted(set(lacking)))
-    return names, f"the plan uses {len(lacking)} more devices of kind {kinds}; of the devices offered, {left}"
+    return names, f"the plan uses {count(len(lacking), 'more device')} of kind {kinds}; of the devices offered, {left}"
 
 
 def _fits(spec: str, kind: str) -> bool:

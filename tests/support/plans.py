@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from autopar import Plan
-from autopar.plan.stage import RunnerUp, Stage, StageTransfer
+from autopar.plan.stage import RunnerUp, SizeRatios, Stage, StageTransfer
 
 paths = st.from_regex(r"[a-z_][a-z0-9_]{0,6}(\.[a-z0-9_]{1,6}){0,3}", fullmatch=True)
 operators = st.builds(
@@ -16,6 +16,7 @@ operators = st.builds(
 )
 seconds = st.none() | st.floats(0, 1e6)
 nbytes = st.none() | st.integers(0, 1 << 50)
+ratios = st.none() | st.builds(SizeRatios, *[st.floats(0, 1)] * 4)
 texts = st.text(max_size=20)
 
 
@@ -57,6 +58,7 @@ def searched_plans(draw: st.DrawFn) -> Plan:
             parameter_bytes=draw(nbytes),
             peak_memory=draw(nbytes),
             recompute=draw(st.booleans()),
+            size_ratios=draw(ratios),
         )
         for s in range(n)
     )
@@ -78,6 +80,7 @@ def searched_plans(draw: st.DrawFn) -> Plan:
         optimality=draw(texts),
         runners_up=tuple(RunnerUp(draw(texts), draw(st.floats(0, 1))) for _ in range(draw(st.integers(0, 2)))),
         measured_step_time=draw(seconds),
+        barrier=draw(st.booleans()),
         model=draw(st.none() | texts),
         device_kinds=draw(st.just(()) | st.just(("NVIDIA H200",) * len(devices))),
     )

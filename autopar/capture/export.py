@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.export import Dim
 
 from autopar.capture import torch_private
+from autopar.capture.buffer_assignments import Assignments, BufferAssignmentError, HeldBuffers
 from autopar.capture.module_paths import ModulePaths
 from autopar.capture.parameter_writes import ParameterWriteError
 from autopar.capture.registrations import RegistrationError, registrations_refused
@@ -66,7 +67,7 @@ def trace(
     caught: list[warnings.WarningMessage] = []
     try:
         traced = _export(model, args, kwargs, symbols, in_spec, caught)
-    except (ParameterWriteError, RegistrationError):  # running uncaptured would not help
+    except (BufferAssignmentError, ParameterWriteError, RegistrationError):  # running uncaptured would not help
         raise
     except Exception as error:  # export may raise anything; then the fallback decides
         if isinstance(error, RefusedError) or tracers == "export":
@@ -159,13 +160,14 @@ def _export(
     ]
     shapes_args, shapes_kwargs = torch_private.tree_unflatten(dynamic, in_spec)
     returned: list[Any] = []
+    assignments = Assignments(model)
     for attempt in range(4):
         forget_traced_layers()
         watch = model.register_forward_hook(lambda *call: returned.append(call[-1]))
         try:
             with _quiet(caught), readable_tf32(), _plain_signature(model, args, kwargs) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
-                with registrations_refused(model):
+                with registrations_refused(model), assignments.recorded():
                     exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             break
         except (RuntimeError, TypeError) as error:
@@ -178,6 +180,7 @@ def _export(
             watch.remove()
     module = exported.module()
     assert isinstance(module, fx.GraphModule)
+    assignments.write(module)
     guards = getattr(module, "_guards_fn", None)
     return Traced(module, exported.call_spec.out_spec, guards if guards is not None else _unguarded)
 
@@ -194,8 +197,10 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     }
     if any(isinstance(leaf, torch.Tensor) for leaf in torch_private.tree_leaves(constants)):
         raise CaptureError("torch.fx.symbolic_trace does not support tensors inside tuples, lists or dicts")
-    tracer = _Tracer()
+    tracer, held = _Tracer(), HeldBuffers(model.named_modules())
     graph = tracer.trace(model, concrete_args=constants)
+    for place in held.assigned():
+        raise CaptureError(f"torch.fx.symbolic_trace loses what forward assigns to buffer '{place.path}'")
     module = fx.GraphModule(model, graph)
     module.graph.set_codegen(fx.graph.CodeGen())
     order = [node for node in module.graph.nodes if node.op == "placeholder"]

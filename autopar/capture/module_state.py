@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autopar.capture import torch_private
+from cost_models.graphs import storage_key
 
 CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
 """Types of containers whose content may change."""
@@ -24,6 +25,18 @@ CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers, under all of their names."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def same_view(a: Any, b: Any) -> bool:
+    """Whether two tensors are the same entries of the same memory, as those of `a` and `a.to(a.dtype)` while a tracer
+    runs: it makes an object for every result."""
+    return a is b or (
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        and a.storage_offset() == b.storage_offset()
+        and storage_key(a) == storage_key(b)
+    )
 
 
 def _own(module: nn.Module) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import torch_private
+from autopar.capture.module_state import same_view
 from autopar.errors import CaptureError
 from cost_models.graphs import get_attribute
 
@@ -143,7 +144,7 @@ _lock = threading.Lock()
 @contextmanager
 def parameters_kept(model: nn.Module) -> Iterator[None]:
     """Inside, `parameter.data = ...` in this thread raises CaptureError and assigns nothing; on leaving, parameters
-    require grad as before."""
+    require grad as before. `layer.to(dtype)` assigns the parameters' own data where they have this type: no write."""
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     thread = threading.get_ident()
@@ -168,6 +169,8 @@ def parameters_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    if same_view(parameter, value):
+        return
     for refuse in tuple(_refusing):
         refuse(parameter)
     _DATA.__set__(parameter, value)

@@ -26,6 +26,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import torch_private
+from autopar.capture.buffer_assignments import HeldBuffers
 from autopar.capture.module_hooks import has_hooks
 from autopar.capture.module_state import named_tensors
 from autopar.capture.repeated_layers.equality import PLAIN_TYPES, equal, tensor_signature
@@ -75,7 +76,7 @@ def equal_layers_traced_once(model: nn.Module) -> Iterator[None]:
                 layer = model.get_submodule(path)
                 changed.append((layer, vars(layer).get("forward")))
                 wrap = _between_borders if path == first.path else _as_one_node
-                layer.forward = wrap(layer.forward, first, path)
+                layer.forward = wrap(layer, first, path)
         yield
     finally:
         for layer, own in changed:
@@ -92,16 +93,19 @@ def forget_traced_layers() -> None:
         first.signature = first.result = None
 
 
-def _between_borders(forward: Callable[..., Any], first: _FirstLayer, path: str) -> Callable[..., Any]:
+def _between_borders(layer: nn.Module, first: _FirstLayer, path: str) -> Callable[..., Any]:
     """The forward of the first layer: traced, with borders around its first call."""
+    forward = layer.forward
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         signature = _call_signature((args, kwargs))
         if first.signature is not None or signature is None:
             return forward(*args, **kwargs)
         args, kwargs = _with_tensors((args, kwargs), _BORDER(_tensors((args, kwargs)), f"enter {path}"))
+        held = HeldBuffers(layer.named_modules())
         result = forward(*args, **kwargs)
-        if _call_signature(result) is None:
+        # The graph writes what a layer assigned to its buffers at its end, not between the borders.
+        if _call_signature(result) is None or held.assigned():
             return result
         first.signature, first.result = signature, result
         return _with_tensors(result, _BORDER(_tensors(result), f"leave {path}"))
@@ -109,8 +113,9 @@ def _between_borders(forward: Callable[..., Any], first: _FirstLayer, path: str)
     return traced
 
 
-def _as_one_node(forward: Callable[..., Any], first: _FirstLayer, path: str) -> Callable[..., Any]:
+def _as_one_node(layer: nn.Module, first: _FirstLayer, path: str) -> Callable[..., Any]:
     """The forward of another layer: one node, if it is called like the first layer was."""
+    forward = layer.forward
 
     def skipped(*args: Any, **kwargs: Any) -> Any:
         signature = _call_signature((args, kwargs))

@@ -100,6 +100,7 @@ class Assignments:
         before: list[HeldBuffers] = []
 
         def begin(*_: Any) -> None:
+            torch_private.drop_buffer_hooks_of_export()
             self._with_history.clear()  # export may begin several calls
             before.append(HeldBuffers(self._model.named_modules()))
 
@@ -142,10 +143,6 @@ class Assignments:
         for node in assignments:
             buffer, value, path = node.args
             readers = [user for user in buffer.users if user not in assignments]
-            for write in readers:
-                if write.target is aten.copy_.default and write > node:  # which export has added for a root's buffer
-                    module.graph.erase_node(write)
-            readers = [user for user in readers if user in buffer.users]
             if readers:
                 with module.graph.inserting_after(buffer):
                     copy = module.graph.call_function(aten.clone.default, (buffer,))

@@ -30,12 +30,12 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def same_view(a: Any, b: Any) -> bool:
     """Whether two tensors are the same entries of the same memory, as those of `a` and `a.to(a.dtype)` while a tracer
     runs: it makes an object for every result."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return a is b
+    # Sizes last: a symbol that is compared with a number is that number from then on.
     return a is b or (
-        isinstance(a, torch.Tensor)
-        and isinstance(b, torch.Tensor)
-        and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        and a.storage_offset() == b.storage_offset()
-        and storage_key(a) == storage_key(b)
+        storage_key(a) == storage_key(b)
+        and (a.dtype, a.storage_offset(), a.shape, a.stride()) == (b.dtype, b.storage_offset(), b.shape, b.stride())
     )
 
 

@@ -266,6 +266,18 @@ def no_global_hooks() -> Iterator[None]:
             table.update(hooks)
 
 
+def drop_buffer_hooks_of_export() -> None:
+    """Remove the hooks by which torch.export, once it traces, follows assignments to buffers of the root. The writes
+    that it adds for them change a buffer's type or shape, or fail; no option of it turns them off.
+
+    The handles of the hooks, which torch.export removes later, have nothing left to remove.
+    """
+    table: dict[int, Any] = nn.modules.module._global_buffer_registration_hooks
+    for number, hook in list(table.items()):
+        if hook.__module__.startswith("torch."):
+            del table[number]
+
+
 def unknown_output(error: BaseException) -> type | None:
     """The output class that `error` of torch.export does not know; None for other errors.
 

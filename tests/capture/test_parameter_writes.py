@@ -81,7 +81,28 @@ class ReplacedUncaptured(Replaced):
             super().change()
 
 
-WRITERS = [Clamped, Normed, Shrunk, Copied, OfView, Uncaptured, Replaced, Registered, ReplacedUncaptured]
+class CastByModule(Two):
+    """Casts a layer, as routers of mixtures of experts do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def change(self) -> None:
+        self.up = self.up.to(self.dtype)
+
+
+class OwnData(Two):
+    def change(self) -> None:
+        self.up.weight.data = self.up.weight.data
+
+
+class PartOfItself(Two):
+    def change(self) -> None:
+        self.up.weight.data = self.up.weight.data.t()
+
+
+WRITERS = [Clamped, Normed, Shrunk, Copied, OfView, Uncaptured, Replaced, Registered, ReplacedUncaptured, PartOfItself]
 SPLIT = Plan.from_split({"up": 0, "down": 1}, n_microbatches=2)
 
 
@@ -100,6 +121,29 @@ def test_a_write_is_refused_by_the_parameters_name_and_changes_nothing(writer: t
         assert torch.equal(tensor, values)
     model.up.weight.data = torch.ones(8, 8)  # outside of a capture everybody may
     assert bool((model.up.weight == 1).all())
+
+
+@pytest.mark.parametrize("plan", [None, SPLIT], ids=["searched", "given"])
+@pytest.mark.parametrize("make", [lambda: CastByModule(torch.float32), OwnData], ids=["cast", "data"])
+def test_a_parameter_that_is_assigned_its_own_data_trains_as_in_the_plain_model(make: Any, plan: Plan | None) -> None:
+    plain = make()
+    model = copy.deepcopy(plain)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, cache=False, tune=0)
+    for _ in range(2):
+        x = torch.randn(8, 8)
+        torch.testing.assert_close(pm(x), plain(x))
+        for one in (pm, plain):
+            one(x).square().sum().backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    pm.close()
+
+
+def test_a_cast_to_another_type_is_refused() -> None:
+    model = CastByModule(torch.float64)
+    with pytest.raises(CaptureError, match=r"writes the parameter 'up\.weight' \(it assigns to its \.data\)"):
+        capture(model, (torch.randn(4, 8),), {})
+    assert model.up.weight.dtype is torch.float32
 
 
 class AtLaterCalls(nn.Linear):

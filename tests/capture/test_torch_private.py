@@ -443,6 +443,27 @@ def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path) -> None:
     assert seen == [False, True, False]
 
 
+def test_only_torchs_own_hooks_of_buffers_are_dropped() -> None:
+    def of_export(_: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        seen.append(f"export {name}")
+
+    def of_user(_: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        seen.append(f"user {name}")
+
+    of_export.__module__ = "torch.export.anywhere"
+    seen: list[str] = []
+    register = nn.modules.module.register_module_buffer_registration_hook
+    handles = [register(hook) for hook in (of_export, of_user)]
+    module = nn.Module()
+    module.register_buffer("a", torch.zeros(1))
+    torch_private.drop_buffer_hooks_of_export()
+    module.register_buffer("b", torch.zeros(1))
+    for handle in handles:
+        handle.remove()
+    module.register_buffer("c", torch.zeros(1))
+    assert seen == ["export a", "user a", "user b"]
+
+
 def test_hooks_of_gradients_are_seen_until_they_are_removed() -> None:
     weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):

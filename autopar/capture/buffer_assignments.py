@@ -58,7 +58,8 @@ class _Place(NamedTuple):
 
 
 class HeldBuffers:
-    """The buffers that some modules hold at one time. `modules`: with their paths."""
+    """The buffers that some modules hold at one time, and the parameters that they may share memory with. `modules`:
+    with their paths."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._places = [
@@ -71,7 +72,8 @@ class HeldBuffers:
 
     def assigned(self) -> list[_Place]:
         """Where other buffers are now. (What is registered or removed, `registrations` refuses.)"""
-        return [p for p in self._places if p.now is not None and not same_view(p.now, p.before)]
+        buffers = (p for p in self._places if not isinstance(p.before, nn.Parameter))
+        return [p for p in buffers if p.now is not None and not same_view(p.now, p.before)]
 
     def besides(self, place: _Place) -> str:
         """The path of another place that shares memory with `place` and was not assigned the same; "" if none does."""
@@ -107,8 +109,11 @@ class Assignments:
         def end(*_: Any) -> None:
             held = before.pop()
             assigned = [(place, place.now, held.besides(place)) for place in held.assigned()]
+            recorded: set[int] = set()
             for place, new, sharing in assigned:
-                self._record(place, new, sharing)
+                if id(place.before) not in recorded:  # under a second name, it was assigned the same value
+                    self._record(place, new, sharing)
+                    recorded.add(id(place.before))
                 place.table[place.name] = place.before
 
         handles = [self._model.register_forward_pre_hook(begin), self._model.register_forward_hook(end)]
@@ -130,7 +135,7 @@ class Assignments:
         if sharing:
             raise BufferAssignmentError(
                 f"forward assigns to {own}, which shares its memory with '{sharing}': there, the old value would stay, "
-                f"but a captured model writes into that memory. Register a clone in one of the two places, or write "
+                "but a captured model writes into that memory. Register a clone in one of the two places, or write "
                 f"both by {place.name}.copy_(...)"
             )
         if new.requires_grad:
@@ -146,7 +151,8 @@ class Assignments:
             if readers:
                 with module.graph.inserting_after(buffer):
                     copy = module.graph.call_function(aten.clone.default, (buffer,))
-                copy.meta = {**readers[0].meta, "val": buffer.meta["val"].clone()}
+                copy.meta = {k: readers[0].meta[k] for k in ("nn_module_stack", "stack_trace") if k in readers[0].meta}
+                copy.meta["val"] = buffer.meta["val"].clone()
                 for reader in readers:
                     reader.replace_input_with(buffer, copy)
             if path in self._with_history:
@@ -182,6 +188,6 @@ def _cut_history(path: str, read: bool) -> None:
     if read:
         raise BufferAssignmentError(
             f"{what} and reads it in the next call, from where gradients would flow back into this one; assign "
-            f"value.detach(), or return the value and give it to the next call as an input"
+            "value.detach(), or return the value and give it to the next call as an input"
         )
     warn(f"{what}, but a captured model keeps the value without its gradients; assign value.detach(), or return it")

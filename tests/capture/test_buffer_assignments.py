@@ -115,6 +115,7 @@ def test_one_value_for_all_names_of_a_buffer_is_written_once() -> None:
     model[0].other = model[0].mean
     wanted, buffer = model[0].mean + 1, model[0].mean
     program = capture(model, (X,), {})
+    assert len(program.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)) == 1
     found = program.graph_module(X)[0]
     torch.testing.assert_close(buffer, wanted)
     torch.testing.assert_close(found, model[0].linear(X) * wanted)

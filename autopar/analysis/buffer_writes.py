@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from autopar.analysis.operators import bases, is_random, nested_block, replicable_nodes, written_arguments
+from autopar.analysis.operators import bases, nested_block, written_arguments
 from autopar.capture.cleanup import aten
 from autopar.capture.node_names import describe
 from autopar.capture.program import Program
@@ -20,33 +20,9 @@ def written_buffer(program: Program) -> str:
             return f"uncaptured {opaque.place} changes {opaque.effects.stateful}, once for every batch"
     for node, written in _writes(program.graph_module):
         buffer = next((base for base in bases(written) if base.op == "get_attr"), None)
-        if buffer is not None and not _writes_a_constant(node, buffer, program):
+        if buffer is not None:
             return f"{describe(node)} writes buffer '{buffer.target}', once for every batch"
     return ""
-
-
-def _writes_a_constant(node: fx.Node, buffer: fx.Node, program: Program) -> bool:
-    """Whether a write, however often it is repeated, leaves the same value, and nothing reads the buffer: as where
-    rotary embeddings assign one of their tables of frequencies to it."""
-    if node.target is not aten.copy_.default or set(buffer.users) != {node}:
-        return False
-    free = replicable_nodes(program)
-    seen, remaining = set[fx.Node](), node.all_input_nodes[1:]
-    while remaining:
-        source = remaining.pop()
-        if source.op == "placeholder" or source not in free or _has_effects_inside(source):
-            return False
-        seen.add(source)
-        remaining += [n for n in source.all_input_nodes if n not in seen]
-    return True
-
-
-def _has_effects_inside(node: fx.Node) -> bool:
-    block = nested_block(node)
-    return block is not None and any(
-        is_random(n, block[0]) or bool(written_arguments(n)) or nested_block(n) is not None
-        for n in block[0].graph.nodes
-    )
 
 
 def _writes(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -150,24 +150,3 @@ def test_the_batch_stays_whole_with_the_warning_of_a_write_in_place() -> None:
     ):
         pm(torch.randn(6, WIDTH))
     pm.close()
-
-
-def by_table_of_frequencies(m: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        m.register_buffer("mean", m.table.to(torch.float32))
-        y = x * m.mean
-    found: torch.Tensor = m.linear(y)
-    return found
-
-
-def test_a_batch_is_split_where_a_buffer_is_assigned_a_constant_that_the_next_call_does_not_read() -> None:
-    model = chain(by_table_of_frequencies)
-    for part in (model[0], model[2]):  # type: ignore[index]
-        part.table = torch.linspace(2, 3, WIDTH)
-    plan = Plan.from_split({"2": 0, "3": 1}, n_microbatches=2)
-    pm = autopar.parallelize(
-        copy.deepcopy(model), DEVICES, plan=plan, cache=False, example_args=(torch.randn(6, WIDTH),)
-    )
-    assert pm.plan.n_microbatches == 2
-    pm.close()
-    assert_trains_like(model, plan=plan)

@@ -200,7 +200,7 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     tracer, held = _Tracer(), HeldBuffers(model.named_modules())
     graph = tracer.trace(model, concrete_args=constants)
     for place in held.assigned():
-        raise CaptureError(f"torch.fx.symbolic_trace loses what forward assigns to buffer '{place.path}'")
+        raise CaptureError(f"forward assigns to buffer '{place.path}', which torch.fx.symbolic_trace would lose")
     module = fx.GraphModule(model, graph)
     module.graph.set_codegen(fx.graph.CodeGen())
     order = [node for node in module.graph.nodes if node.op == "placeholder"]

@@ -142,3 +142,17 @@ def test_a_cast_to_the_type_that_a_module_has_writes_nothing() -> None:
 
     program = capture(nn.Sequential(Assigning(cast)), (X,), {})
     assert not program.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+
+
+def test_a_model_that_assigns_a_buffer_is_refused_where_symbolic_trace_would_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(torch.export, "export", refuse)
+    model = nn.Sequential(Assigning(counted))
+    before = tables(model)
+    with pytest.raises(CaptureError, match="not today"):
+        capture(model, (X,), {}, strict=True)
+    assert_unchanged(model, before)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.batching import Batching, study
+from autopar.analysis.buffer_writes import written_buffer
 from autopar.analysis.few_collections import few_collections
 from autopar.analysis.loss import LossSplit, study_loss
 from autopar.analysis.loss_tensors import generators_in, gradients_aside, trained_tensors
@@ -172,9 +173,15 @@ def study_call(
     hint = ""
     if batching.obstacle.endswith((NUMBERS, IGNORES, SELECTS)):
         hint = "if that is a loss, return the outputs and give loss_fn=: then the loss alone runs on the whole batch"
-    elif batching.obstacle and program.batch_size > 1 and all(i.batch_dim in (0, None) for i in program.inputs):
+    elif _may_have_another_batch_dim(program, batching):
         hint = sequence_first_hint(model, args, kwargs)
     return replace(batching, obstacle=f"{batching.obstacle}; {hint}") if hint else batching
+
+
+def _may_have_another_batch_dim(program: Program, batching: Batching) -> bool:
+    """Whether the batch may be splittable along another dimension than 0. A write into a buffer stays one."""
+    first = all(one.batch_dim in (0, None) for one in program.inputs)
+    return first and program.batch_size > 1 and batching.obstacle not in ("", written_buffer(program))
 
 
 def capture_symbolic(

@@ -226,6 +226,22 @@ def test_a_sequence_first_model_is_pointed_to_batch_dim_with_its_own_line(
         torch.testing.assert_close(split(x), model(x))
 
 
+class CountedCalls(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(tokens)
+
+
+def test_batch_dim_is_not_advised_where_a_written_buffer_keeps_the_batch_whole() -> None:
+    with pytest.warns(autopar.AutoparWarning, match="writes buffer 'calls', once for every batch") as caught:
+        autopar.parallelize(CountedCalls(), ["cpu", "cpu"], n_microbatches=2, cache=False)(torch.randint(8, (6, 5)))
+    assert not any("batch_dim" in str(w.message) for w in caught)
+
+
 @pytest.mark.parametrize("batch_dim", [1, -1, {"input": 1}])
 @pytest.mark.parametrize("place", ["cpu", "meta"])
 def test_a_dimension_along_which_the_model_has_one_size_is_no_batch(batch_dim: Any, place: str) -> None:

@@ -51,7 +51,7 @@ from autopar.capture.uncaptured_trace import (
     traced_as_calls,
 )
 from autopar.capture.work_shown import shown_work
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, WrongCallError
 from autopar.hints.shard import hinted_modules
 
 log = logging.getLogger(__name__)
@@ -307,9 +307,10 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
                 raise CaptureError(either) from (refused.__cause__ or refused)
             log.info("%s; it will run uncaptured", refused)
             opaque, first, lost = following, first or refused, lost or isinstance(refused, LostEffectError)
-        except RehearsalError as error:
+        except (RehearsalError, WrongCallError) as error:
             # It ran because a part could not be captured: for these inputs, unless something else is wrong with it.
-            raise type(error)(f"{error}. If it runs on these: {first}") from error
+            kind = WrongCallError if isinstance(error, WrongCallError) else CaptureError
+            raise kind(f"{error}. If it runs on these: {first}") from error.__cause__
         parts = [call.model.get_submodule(path) for path in opaque.reasons]
         # Later rooms know batch norm as a module of its own, which symbolic_trace leaves in the graph.
         norms = bool(parts) and all(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
@@ -322,7 +323,7 @@ def _changes_nothing(call: _Call, whole: Opaque) -> bool:
     """Whether a call of the model only returns a result. `whole`: the model as one operator."""
     try:
         found = rehearsed(call.model, call.args, call.kwargs, call.dims, whole).rehearsal.calls.values()
-    except RehearsalError:
+    except (RehearsalError, WrongCallError):
         return False
     return not any(one.effects != Effects() or one.refused == WRITES_INPUT for one in found)
 

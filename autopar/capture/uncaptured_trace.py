@@ -36,7 +36,7 @@ from autopar.capture.rehearsal import (
 )
 from autopar.capture.source_code import source_code
 from autopar.capture.uncaptured import Structure, TensorResult, Uncaptured
-from autopar.errors import CaptureError, InputError, users_line
+from autopar.errors import CaptureError, WrongCallError, users_line
 from autopar.errors.names import with_article
 
 _library = torch.library.Library("autopar_uncaptured", "DEF")
@@ -70,11 +70,7 @@ class RefusedError(CaptureError):
 
 
 class RehearsalError(CaptureError):
-    """The model does not run on the example."""
-
-
-class WrongCallError(RehearsalError, InputError):
-    """It does not, although all tensors have values: whatever can be captured, the call is wrong."""
+    """The model does not run on an example some of whose tensors have no values, which right code may ask for."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ class OpaqueCalls:
 def rehearsed(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Sequence[int | None], opaque: Opaque
 ) -> OpaqueCalls:
-    """What the opaque parts return. Raises RehearsalError if the model does not run."""
+    """What the opaque parts return. Raises WrongCallError or RehearsalError if the model does not run."""
     try:
         return OpaqueCalls(rehearse(model, args, kwargs, dims, opaque.reasons.keys(), opaque.functions))
     except (ParameterWriteError, RegistrationError):
@@ -161,7 +157,7 @@ def rehearsed(
         text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         line = users_line(error)
         tensors = [*model.parameters(), *model.buffers(), *torch_private.tree_leaves((args, kwargs))]
-        without_values = any(isinstance(x, torch.Tensor) and x.is_meta for x in tensors)  # which right code may ask for
+        without_values = any(isinstance(x, torch.Tensor) and x.is_meta for x in tensors)
         raise (RehearsalError if without_values else WrongCallError)(
             f"the model itself raised {type(error).__name__} on this call{f' at {line}' if line else ''}: {text}; "
             "give inputs that it runs on"

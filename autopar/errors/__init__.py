@@ -31,6 +31,10 @@ class InputError(AutoparError, ValueError):
     """An argument of a call does not fit. The message names the argument, its value and what would be right."""
 
 
+class WrongCallError(CaptureError, InputError):
+    """The model itself raises on the call, so it cannot be captured. The message has its error and the source line."""
+
+
 class PlanError(AutoparError, ValueError):
     """A plan does not fit the model, the devices or the batch. The message lists every violation."""
 

@@ -233,8 +233,8 @@ class Searching(SearchSpace):
         def problem_of(cuts: np.ndarray) -> Problem:
             return self.problem_of(config, self._space_of(cuts))
 
-        cuts, seconds = self._space.cuts, self.graph.weight
-        for busy, found in partitions_near(candidate.found, cuts, seconds, problem_of, self.counts_of(config), most):
+        cuts, weight = self._space.cuts, self.graph.weight
+        for busy, found in partitions_near(candidate.found, cuts, weight, problem_of, self.counts_of(config), most):
             if busy < candidate.timeline.step_time:
                 here = self._candidates(config, found)
                 yield from (one for one in here if one.config.schedule == candidate.config.schedule)

@@ -46,7 +46,7 @@ class AtomGraph:
 
     n: int
     edges: frozenset[tuple[int, int]]  # (atom, atom that runs later)
-    weight: np.ndarray = field(repr=False)  # [n] seconds of the atom on some device
+    weight: np.ndarray = field(repr=False)  # [n] seconds of the atom, or its share of the model's
     values: tuple[Value, ...] = field(repr=False)
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from autopar.planner.inter_op.stage_tables import Mode
 def partitions_near(
     found: PartitionResult,
     cuts: np.ndarray,
-    seconds: np.ndarray,
+    weight: np.ndarray,
     problem_of: ProblemOf,
     counts: Sequence[int],
     most: int,
@@ -35,10 +35,10 @@ def partitions_near(
     """(seconds that its slowest stage is busy at least, partition) of those with other boundaries that hints and memory
     allow, on the same kinds of devices; at most `most`.
 
-    `cuts`: [n_cuts, n] to move boundaries to. `seconds`: [n] of the atoms, by which cuts are near. `counts`: devices of
+    `cuts`: [n_cuts, n] to move boundaries to. `weight`: [n] of the atoms, by which cuts are near. `counts`: devices of
     each pool.
     """
-    chains = list(islice(_chains_near(found.chain(), cuts, seconds), most))
+    chains = list(islice(_chains_near(found.chain(), cuts, weight), most))
     if not chains:
         return
     rows = np.unique(np.concatenate([found.chain(), *chains]), axis=0)
@@ -79,11 +79,11 @@ def _priced(costs: Costs, stages: Sequence[StageChoice]) -> tuple[tuple[StageCho
     return (tuple(priced), fills + largest) if math.isfinite(fills + largest) else None
 
 
-def _chains_near(chain: np.ndarray, cuts: np.ndarray, seconds: np.ndarray) -> Iterator[np.ndarray]:
+def _chains_near(chain: np.ndarray, cuts: np.ndarray, weight: np.ndarray) -> Iterator[np.ndarray]:
     """The chain [n_stages + 1, n] with one of its inner cuts replaced, or with two neighbouring ones, so that the stage
     between them moves: by one of `cuts` on either side that is near."""
     inner = range(1, len(chain) - 1)
-    sides = {place: _sides(chain, place, cuts, seconds) for place in inner}
+    sides = {place: _sides(chain, place, cuts, weight) for place in inner}
     for place in inner:
         for side in sides[place]:
             for step in _steps(len(side)):
@@ -104,7 +104,7 @@ def _steps(n: int) -> list[int]:
     return [(1 << step) - 1 for step in range(n.bit_length())]
 
 
-def _sides(chain: np.ndarray, place: int, cuts: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sides(chain: np.ndarray, place: int, cuts: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The cuts between those before and after the chain's cut at `place` that contain it, and those that it contains;
     the nearest first."""
     before, here, after = chain[place - 1 : place + 2]
@@ -113,8 +113,8 @@ def _sides(chain: np.ndarray, place: int, cuts: np.ndarray, seconds: np.ndarray)
     between = between[(sizes > before.sum()) & (sizes < after.sum())]
     other = between[(between != here).any(axis=1)]
     later, earlier = (other[mask.all(axis=1)] for mask in (other >= here, other <= here))
-    return _nearest_first(later, here, seconds), _nearest_first(earlier, here, seconds)
+    return _nearest_first(later, here, weight), _nearest_first(earlier, here, weight)
 
 
-def _nearest_first(side: np.ndarray, here: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    return np.asarray(side[np.argsort((side ^ here) @ seconds, kind="stable")])
+def _nearest_first(side: np.ndarray, here: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return np.asarray(side[np.argsort((side ^ here) @ weight, kind="stable")])

@@ -267,7 +267,7 @@ class SearchSpace:
         return {kind.pool for kind in self._kinds(config, self._space)} >= set(range(len(self.pools)))
 
     def counts_exactly(self, pool: int, width: int, n_devices: int) -> bool:
-        """Whether that many devices of a pool may be counted without knowing their nodes: see `counts_exactly`."""
+        """Whether that many devices of a pool may be counted without knowing their nodes (`mesh_places`)."""
         key = (pool, width, n_devices)
         if key not in self._known_counts:
             exactly = counts_exactly(self._nodes[pool], width, n_devices)

@@ -26,6 +26,7 @@ from torch import fx, nn
 from autopar.capture import torch_private
 from autopar.capture.module_state import same_view
 from autopar.errors import CaptureError, warn
+from autopar.errors.names import with_article
 from cost_models.graphs import storage_key
 
 aten = torch.ops.aten
@@ -175,8 +176,10 @@ class Assignments:
 def _misfit(old: torch.Tensor, new: Any) -> str:
     """What is assigned, if a buffer like `old` cannot hold it."""
     if not isinstance(new, torch.Tensor):
-        return f"a {type(new).__name__}"
-    if new.dtype == old.dtype and not torch_private.symbols_in(new) and new.shape == old.shape:
+        return with_article(type(new).__name__)
+    if torch_private.symbols_in(new):
+        return "a tensor whose size follows the inputs"
+    if new.dtype == old.dtype and new.shape == old.shape:
         return ""
     return f"a tensor of shape {tuple(new.shape)} and type {new.dtype}"
 

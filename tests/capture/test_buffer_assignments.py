@@ -68,9 +68,9 @@ REFUSED: dict[str, tuple[Use, str]] = {
     ),
     "broadcast": (assign("mean", lambda m, y: m.mean.sum()), r"a tensor of shape \(\) .* to buffer '1\.mean'"),
     "a fraction": (assign("count", lambda m, y: m.count + 0.5), r"type torch\.float32 to buffer '1\.count' .*int64"),
-    "of all samples": (assign("mean", lambda m, y: y.detach()), r"to buffer '1\.mean'"),
+    "of all samples": (assign("mean", lambda m, y: y.detach()), r"whose size follows the inputs to buffer '1\.mean'"),
     "of as many samples": (assign("square", lambda m, y: y.detach()), r"to buffer '1\.square'"),
-    "a number": (assign("count", lambda m, y: 3, by_table=True), r"a int to buffer '1\.count'"),
+    "a number": (assign("count", lambda m, y: 3, by_table=True), r"an int to buffer '1\.count'"),
     "with its history": (assign("mean", lambda m, y: y.mean(0)), r"requires grad to buffer '1\.mean' and reads it"),
     "removed": (assign("mean", lambda m, y: None), r"removes buffer '1\.mean'"),
 }

@@ -89,27 +89,16 @@ class Proof:
 def prove(program: Program) -> Proof:
     """Whether micro-batches of any size give the same outputs as the whole batch. O(nodes)."""
     flat = list(program.graph.output_node().args[0])  # type: ignore[arg-type]
-    nothing: tuple[OutputCombination | None, ...] = (None,) * len(flat)
-    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-    if any("val" not in n.meta for n in placeholders):
-        return Proof("open", None, "sizes are unknown: the model was not captured by torch.export", nothing)
-    if not program.any_batch:
-        return Proof("open", None, f"the captured model takes batches of {program.batch_size} samples only", nothing)
-    batched = [
-        (n, spec.batch_dim) for n, spec in zip(placeholders, program.inputs, strict=True) if spec.batch_dim is not None
-    ]
-    symbols = {size_of(n.meta["val"].shape[dim]) for n, dim in batched}
-    if not all(isinstance(symbol, sympy.Symbol) for symbol in symbols):
-        return Proof("open", None, "the captured model takes some batch sizes only", nothing)
-    walk = _Walk(program.graph_module, frozenset(symbols))
-    split_inputs: dict[fx.Node, States] = {n: Split(dim) for n, dim in batched}
-    walk.run([split_inputs.get(n, Unbatched()) for n in placeholders])
+    walk = walk_of(program)
+    if isinstance(walk, str):
+        return Proof("open", None, walk, (None,) * len(flat))
     outputs: list[OutputCombination | None] = []
     refuted: Mixed | None = None
     unknown: Unproven | None = None
     for index, output in enumerate(flat):
         state = walk.states[output] if isinstance(output, fx.Node) else Unbatched()
-        result = _combination(program, flat, index, state, walk)
+        count = flat[program.weights[index]] if index in program.weights else None
+        result = combination(output, state, walk, count, program.weights.get(index))
         outputs.append(result if isinstance(result, OutputCombination) else None)
         refuted = refuted or (result if isinstance(result, Mixed) else None)
         unknown = unknown or (result if isinstance(result, Unproven) else None)
@@ -120,22 +109,38 @@ def prove(program: Program) -> Proof:
     return Proof(verdict, culprit.node, f"{describe(culprit.node)} {culprit.why}", tuple(outputs))
 
 
-def propagate(program: Program, states: Mapping[fx.Node, State]) -> _Walk | None:
+def walk_of(program: Program) -> Walk | str:
+    """The states of all nodes of `program`; or why its graph does not show them."""
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    if any("val" not in n.meta for n in placeholders):
+        return "sizes are unknown: the model was not captured by torch.export"
+    if not program.any_batch:
+        return f"the captured model takes batches of {program.batch_size} samples only"
+    dims = [spec.batch_dim for spec in program.inputs]
+    states: dict[fx.Node, State] = {
+        n: Unbatched() if dim is None else Split(dim) for n, dim in zip(placeholders, dims, strict=True)
+    }
+    return propagate(program, states) or "the captured model takes some batch sizes only"
+
+
+def propagate(program: Program, states: Mapping[fx.Node, State]) -> Walk | None:
     """The states of all nodes of `program` from those of its placeholders; None where `program` does not run at every
     batch size."""
     symbols = {size_of(n.meta["val"].shape[s.dim]) for n, s in states.items() if isinstance(s, Split)}
     if not all(isinstance(symbol, sympy.Symbol) for symbol in symbols):
         return None
-    walk = _Walk(program.graph_module, frozenset(symbols))
+    walk = Walk(program.graph_module, frozenset(symbols))
     walk.run([states[n] for n in program.graph.nodes if n.op == "placeholder"])
     return walk
 
 
-def _combination(
-    program: Program, flat: Sequence[Any], index: int, state: States, walk: _Walk
+def combination(
+    node: fx.Node, state: States, walk: Walk, count: fx.Node | None = None, weight: int | None = None
 ) -> OutputCombination | Mixed | Unproven:
-    """How flat output number `index` is combined; or the state that rules it out."""
-    node: fx.Node = flat[index]
+    """How the output `node` is combined; or the state that rules it out.
+
+    `count`: of a mean over targets, the output that counts these targets; `weight`: that output's flat index.
+    """
     match state:
         case Mixed() | Unproven():
             return state
@@ -148,9 +153,9 @@ def _combination(
                 return OutputCombination("mean")
             if rule_name(counted) in DIVISIONS:
                 return Mixed(counted, DIVIDES)
-            if not _is_number_of_targets(flat[program.weights[index]] if index in program.weights else None, counted):
+            if not _is_number_of_targets(count, counted):
                 return Mixed(counted, IGNORES)
-            return OutputCombination("mean", weight=program.weights[index])
+            return OutputCombination("mean", weight=weight)
         case Extent(size):
             return (
                 OutputCombination("sum")
@@ -177,7 +182,7 @@ def _is_number_of_targets(count: Any, mean: fx.Node) -> bool:
     return bool(count.args[0].args == (arguments.target, arguments.ignore_index))
 
 
-class _Walk:
+class Walk:
     """The states of one graph's nodes."""
 
     def __init__(self, module: fx.GraphModule, symbols: frozenset[sympy.Symbol]) -> None:
@@ -350,7 +355,7 @@ class _Walk:
     def _nested(self, node: fx.Node, child: fx.GraphModule, arguments: Sequence[Any]) -> None:
         """Walk through the nested graph that `node` calls: a block of the model under its own grad mode or autocast."""
         nodes = [n if isinstance(n, fx.Node) else None for n in arguments]
-        walk = _Walk(child, self.symbols)
+        walk = Walk(child, self.symbols)
         walk.run(
             [Unbatched() if n is None else self.states[n] for n in nodes],
             [frozenset() if n is None else self.memory.owners[n] for n in nodes],

@@ -19,7 +19,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -48,6 +48,9 @@ from autopar.capture.repeated_layers.measure_once import TensorShape
 from autopar.capture.uncaptured import uncaptured
 from cost_models.measuring.environment import full_float32
 
+if TYPE_CHECKING:
+    from autopar.analysis.batch_tail import Tail
+
 _VARIATIONS = 3  # of the samples that are compared where the proof is open
 
 
@@ -64,6 +67,7 @@ class Batching:
     fixed: str = ""  # why no other number of samples runs; "" if one does, or if none was tried
     unproven: str = ""  # why the proof was open, so that a comparison on a few samples decided; "" if proven
     shapes: dict[str, TensorShape] = field(repr=False, default_factory=dict)  # node name -> shape by number of samples
+    tail: Tail | None = field(repr=False, default=None)  # the end of the model, which runs once on the whole batch
 
     @property
     def splittable(self) -> bool:
@@ -89,11 +93,11 @@ def _least_rows(module: fx.GraphModule) -> int:
 
 
 @full_float32()
-def study(program: Program, leaves: list[Any], *, verify: bool = False) -> Batching:
+def study(program: Program, leaves: list[Any], *, verify: bool = False, proof: Proof | None = None) -> Batching:
     """Prove from the graph whether the batch may be split, then run it on a few samples and compare what is not proven.
 
     `leaves`: the flat inputs of a call, from which the samples are taken. `verify`: compare outputs that are proven,
-    too.
+    too. `proof`: of the program, where it is known.
     """
     module = program.graph_module
     norms = tuple(module_path(n) or n.name for n in module.graph.nodes if is_training_batch_norm(n, module))
@@ -103,7 +107,7 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False) -> Batch
         why = "the batch has one sample" if size else "no input has a batch dimension"
         return _whole_only(program, leaves, flat, norms, why)
     obstacle = "" if program.any_batch else f"the captured model takes batches of {size} samples only"
-    proof = prove(program)
+    proof = proof or prove(program)
     if proof.verdict == "refuted":
         return _whole_only(program, leaves, flat, norms, obstacle or proof.why)
     least = _least_rows(module)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.analysis.batching import Batching, study
+from autopar.analysis.batch_tail import studied
+from autopar.analysis.batching import Batching
 from autopar.analysis.buffer_writes import written_buffer
 from autopar.analysis.few_collections import few_collections
 from autopar.analysis.loss import LossSplit, study_loss
@@ -35,7 +36,7 @@ from cost_models.graphs import on_meta
 log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> loss
-LEFT_OUT = "predictions leave out the loss"  # begins a note of plans
+LEFT_OUT = "predictions leave out the "  # begins a note of plans
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,14 @@ class Example:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """A note that prices leave out a loss which sees the whole batch, and why it does; none where they do not."""
+        """A note that prices leave out a loss or an end of the model which sees the whole batch, and why it does; none
+        where they do not."""
+        if self.batching.tail is not None:
+            return (f"{LEFT_OUT}end of the model, which runs once on the whole batch: {self.batching.tail.why}",)
         if self.loss is None or self.stage_loss is not None or self.loss_split is None:
             return ()
         why = "; ".join(text for text in (self.loss_split.why, self.loss_split.error) if text)
-        return (f"{LEFT_OUT}, because it is not split into micro-batches: {why}",)
+        return (f"{LEFT_OUT}loss, because it is not split into micro-batches: {why}",)
 
     @property
     def target_dims(self) -> tuple[int | None, ...]:
@@ -109,7 +113,7 @@ def examine(
     strict: bool = False,
     device: torch.device | None = None,
 ) -> tuple[Program, Batching]:
-    """Capture a call of `model` and study how its batch may be split. The model is unchanged afterwards.
+    """Capture a call of `model`, less a tail, and study how its batch may be split. The model is unchanged afterwards.
 
     The capture uses the caller's default dtype and device, and takes all tensors to be on `device` (default: the
     model's). Test runs of the graph depend neither on them nor on other state of the calling thread. Raises
@@ -123,7 +127,7 @@ def examine(
             model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead, strict=strict, device=device
         )
     program = replace(program, autocast=tuple(asked))
-    batching = study_call(model, program, args, kwargs, device_types, verify=verify)
+    program, batching = study_call(model, program, args, kwargs, device_types, verify=verify)
     _check_chosen_dimensions(model, program, batching, args, kwargs)
     return program, batching
 
@@ -164,18 +168,19 @@ def study_call(
     device_types: set[str],
     *,
     verify: bool,
-) -> Batching:
-    """How the batch of a captured call may be split. The model is unchanged afterwards."""
+) -> tuple[Program, Batching]:
+    """The program of a captured call, less a tail, and how its batch may be split (`batch_tail.studied`). The model is
+    unchanged afterwards."""
     bound = program.bind(args, kwargs)
     assert bound is not None, "a captured program takes the call that it was captured from"
     with untouched(model), neutral_state(device_types), torch.device("cpu"):
-        batching = study(program, bound[0], verify=verify)
+        program, batching = studied(program, bound[0], verify=verify)
     hint = ""
     if batching.obstacle.endswith((NUMBERS, IGNORES, SELECTS)):
         hint = "if that is a loss, return the outputs and give loss_fn=: then the loss alone runs on the whole batch"
     elif _may_have_another_batch_dim(program, batching):
         hint = sequence_first_hint(model, args, kwargs)
-    return replace(batching, obstacle=f"{batching.obstacle}; {hint}") if hint else batching
+    return program, replace(batching, obstacle=f"{batching.obstacle}; {hint}") if hint else batching
 
 
 def _may_have_another_batch_dim(program: Program, batching: Batching) -> bool:
@@ -318,7 +323,7 @@ def example_ahead(
     )
     for note in example.left_out:
         warn(note)
-    if loss_fn is not None or not example.training or not returns_own_loss(example.program):
+    if loss_fn is not None or not example.training or not returns_own_loss(example.program, example.batching.tail):
         return example
     split = study_loss(own_loss, example.program, example.batching, None, default_dims=(0,))
     return replace(example, loss=own_loss, loss_split=split)

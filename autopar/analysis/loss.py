@@ -127,6 +127,8 @@ def study_loss(
     if program.batch_size < 2 or not batching.splittable:
         # One micro-batch: nothing is split.
         return LossSplit("mean", tuple(dims), digest=digest_of_code(loss_fn))
+    if batching.tail is not None:
+        return LossSplit("whole", why=batching.tail.why, digest=digest_of_code(loss_fn))
     try:
         outputs = example_outputs(program, batching)
     except UnknownOutput as error:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar.analysis.operators import is_random, on_device
+from autopar.analysis.operators import is_random
+from autopar.analysis.placed_graph import PlacedGraph, placeholders_first
 from autopar.capture.cleanup import CrossEntropyArguments
-from autopar.capture.direct_calls import with_direct_calls
 from autopar.capture.program import Program, is_getitem
 from cost_models.graphs import get_attribute
 
@@ -21,8 +20,7 @@ from cost_models.graphs import get_attribute
 class Count:
     """What a loss divides by, as a graph over leaves that are known before the pipeline starts."""
 
-    graph: fx.GraphModule  # (*leaves) -> a tensor with one element
-    captured: torch.device  # where its constants are made, and what it copies to the capture's device goes
+    graph: PlacedGraph  # (*leaves) -> a tensor with one element
     leaves: tuple[tuple[str, int], ...]  # ("target", flat index) or ("input", flat index of the model's inputs)
     # Whether a mean over nothing turns a zero gradient into zeros, as cross-entropy does. A quotient makes it NaN.
     keeps_zeros: bool = False
@@ -30,41 +28,10 @@ class Count:
     def of(self, inputs: Sequence[Any], targets: Sequence[Any]) -> torch.Tensor:
         """The count of one micro-batch, from its flat model inputs and flat targets, as float64 without dimensions."""
         leaves = [(targets if where == "target" else inputs)[index] for where, index in self.leaves]
-        place = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), self.captured)
+        place = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), self.graph.captured)
         with torch.no_grad():
-            count: torch.Tensor = self._code(place)(*leaves)
+            count: torch.Tensor = self.graph.code(place)(*leaves)
             return count.double().reshape(())
-
-    def _code(self, place: torch.device) -> Callable[..., torch.Tensor]:
-        """The graph's own code (`nn.Module.__call__` takes as long as the counting) for leaves on `place`."""
-        if place not in self._codes:
-            module = _with_tensors_on(place, on_device(self.graph, self.captured, place))
-            self._codes[place] = with_direct_calls(module).forward
-        return self._codes[place]
-
-    @cached_property
-    def _codes(self) -> dict[torch.device, Callable[..., torch.Tensor]]:
-        return {}
-
-
-def _with_tensors_on(place: torch.device, module: fx.GraphModule) -> fx.GraphModule:
-    """The graph over tensors of the loss's own, such as weights of classes, that are copied to `place`."""
-    attributes = module.graph.find_nodes(op="get_attr")
-    elsewhere = [node for node in attributes if get_attribute(module, str(node.target)).device != place]
-    if not elsewhere:
-        return module
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(module.graph, copies)
-    for node in elsewhere:
-        own, dtype = copies[node], get_attribute(module, str(node.target)).dtype
-        readers = list(own.users)
-        with graph.inserting_after(own):
-            moved = graph.call_function(torch.ops.aten.to.device, (own, place, dtype))
-        for reader in readers:
-            reader.replace_input_with(own, moved)
-    graph.output(result)
-    return fx.GraphModule(module, graph)
 
 
 class _Slice:
@@ -106,13 +73,9 @@ class _Slice:
 
     def finish(self, result: fx.Node, *, keeps_zeros: bool = False) -> Count:
         self.graph.output(result)
-        # Placeholders were copied among other nodes, but come first in a graph.
-        placeholders = self.graph.find_nodes(op="placeholder")
-        others = (node for node in self.graph.nodes if node.op != "placeholder")
-        first = next(others)
-        for node in placeholders:
-            first.prepend(node)
-        return Count(fx.GraphModule(self._module, self.graph), self._device, tuple(self.leaves), keeps_zeros)
+        placeholders_first(self.graph)
+        placed = PlacedGraph(fx.GraphModule(self._module, self.graph), self._device)
+        return Count(placed, tuple(self.leaves), keeps_zeros)
 
 
 def count_of(program: Program, root: fx.Node, names: Mapping[str, tuple[str, int]]) -> Count | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.analysis.batch_tail import Tail, returned_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.errors import InputError
@@ -38,17 +39,17 @@ def own_loss(output: Any, target: None = None) -> torch.Tensor:
     return loss
 
 
-def check_own_loss(program: Program) -> None:
+def check_own_loss(program: Program, tail: Tail | None) -> None:
     """Raise InputError if the captured model returns no loss, before anything is planned for it."""
-    flat = [_example(x) for x in list(program.graph.output_node().args[0])[: program.n_outputs]]  # type: ignore[arg-type]
+    flat = [_example(x) for x in returned_nodes(program, tail)]
     if all(x is not _Unknown for x in flat):
         own_loss(torch_private.tree_unflatten(flat, program.out_spec))
 
 
-def returns_own_loss(program: Program) -> bool:
+def returns_own_loss(program: Program, tail: Tail | None) -> bool:
     """Whether the captured model returns a loss."""
     try:
-        check_own_loss(program)
+        check_own_loss(program, tail)
     except InputError:
         return False
     return True

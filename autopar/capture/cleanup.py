@@ -173,13 +173,19 @@ def _count_elements(graph: fx.Graph) -> None:
             continue
         ((arguments, mean),) = averaged.items()
         with graph.inserting_before(output):
-            counted = graph.call_function(aten.ne.Scalar, arguments)
-            counts.append(graph.call_function(aten.sum.default, (counted,)))
-        for new in (counted, counts[-1]):
-            new.meta = {k: mean.meta[k] for k in ("nn_module_stack", "stack_trace") if k in mean.meta}
+            counts.append(number_of_targets(graph, *arguments, like=mean))
         weighted.append(index)
     output.args = ((*results, *counts),)
     output.meta["weighted"] = tuple(weighted)
+
+
+def number_of_targets(graph: fx.Graph, target: fx.Node, ignore_index: int, like: fx.Node) -> fx.Node:
+    """A new node, of the module and source line of `like`, that counts the targets that are not `ignore_index`."""
+    counted = graph.call_function(aten.ne.Scalar, (target, ignore_index))
+    total = graph.call_function(aten.sum.default, (counted,))
+    for new in (counted, total):
+        new.meta = {k: like.meta[k] for k in ("nn_module_stack", "stack_trace") if k in like.meta}
+    return total
 
 
 def _added_up(result: Any) -> Iterator[tuple[fx.Node, CrossEntropyArguments]]:

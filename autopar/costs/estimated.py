@@ -293,7 +293,7 @@ class Estimated:
             why = str(error)
         except RuntimeError as error:  # in its backward
             why = f"its backward needs values: {first_line(error)}"
-        self._known.notes[f"{LEFT_OUT}, because {why}"] = None
+        self._known.notes[f"{LEFT_OUT}loss, because {why}"] = None
         return OperatorWork((), ())
 
 

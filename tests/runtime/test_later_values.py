@@ -71,18 +71,27 @@ SPLIT: dict[str, Forward] = {
     "log-likelihood": lambda m, h, y, _: functional.nll_loss(m.last(h).log_softmax(-1), y) + 1,
     "routed": lambda m, h, y, mask: h.index_put((mask.nonzero()[:, 0],), m.last(h[mask])).square(),
 }
-# Not split: they add means over different numbers, or the values decide a number.
-WHOLE: dict[str, Forward] = {
+# Split, but for an end that needs the whole batch: means over different numbers, or over numbers that values decide.
+SPLIT_BUT_FOR_THE_END: dict[str, Forward] = {
     "and a mean of samples": lambda m, h, y, _: cross_entropy(m, h, y) + m.other(h).square().mean(),
     "of other targets": lambda m, h, y, _: (
         cross_entropy(m, h, y) + functional.cross_entropy(m.other(h), y.clamp(max=2))
     ),
+    "of weighted classes": lambda m, h, y, _: functional.cross_entropy(m.last(h), y, torch.arange(8.0)),
     "under a mask": lambda m, h, y, mask: m.last(h)[mask].square().mean(),
     "under a mask, scaled": lambda m, h, y, mask: m.last(h)[mask].square().mean() * 0.5,
     "of masked classes": lambda m, h, y, mask: functional.cross_entropy(m.last(h)[mask], y[mask]) + h.square().mean(),
     "of selected entries": lambda m, h, y, mask: torch.masked_select(m.last(h), mask[:, None]).square().mean(),
+    "divided by a count": lambda m, h, y, mask: (m.last(h).square().mean(1) * mask).sum() / mask.sum(),
     "times reciprocal": lambda m, h, y, mask: m.last(h)[mask].square().sum() * mask.sum().reciprocal(),
+    "similarity": lambda m, h, y, _: m.last(h) @ m.other(h).T,
+    "contrast": lambda m, h, y, _: functional.cross_entropy(m.last(h) @ m.other(h).T, torch.arange(len(h))),
+    "centred": lambda m, h, y, _: (m.last(h) - m.last(h).mean(0)) * m.other.bias,
+}
+# Not split: values decide a number before a layer, or an operator whose code is not known relates samples.
+WHOLE: dict[str, Forward] = {
     "of duplicates": lambda m, h, y, _: m.last(times_duplicates(h)),
+    "centred before a layer": lambda m, h, y, _: m.last(h - h.mean(0)),
     "with a backward of its own": lambda m, h, y, _: m.last(Normalised.apply(h)).square().mean(),
 }
 
@@ -120,17 +129,19 @@ def test_means_of_the_same_targets_are_split_and_right_where_later_targets_are_i
     assert n_microbatches == 2
 
 
+@pytest.mark.parametrize("returned", SPLIT_BUT_FOR_THE_END.values(), ids=SPLIT_BUT_FOR_THE_END.keys())
+def test_an_end_that_needs_the_whole_batch_gets_it_and_the_rest_is_split(returned: Forward) -> None:
+    apart, n_microbatches = steps_apart(returned)
+    assert apart < 1e-6
+    assert n_microbatches == 2
+
+
 @pytest.mark.filterwarnings("ignore:the batch is not split")
 @pytest.mark.parametrize("returned", WHOLE.values(), ids=WHOLE.keys())
 def test_what_depends_on_numbers_that_values_decide_keeps_the_batch_whole(returned: Forward) -> None:
     apart, n_microbatches = steps_apart(returned)
     assert apart < 1e-6
     assert n_microbatches == 1
-
-
-def test_a_loss_that_is_not_split_is_advised_to_be_computed_outside_of_the_model() -> None:
-    with pytest.warns(autopar.AutoparWarning, match="return the outputs and give loss_fn="):
-        steps_apart(WHOLE["of other targets"])
 
 
 class Hooked(nn.Module):

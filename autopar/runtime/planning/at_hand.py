@@ -14,7 +14,7 @@ from autopar.costs.measured import measure_costs, with_shards
 from autopar.costs.model_flops import step_work_at_hand
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, with_notes
 from autopar.planner.hint_constraints.one_mesh_plan import (
     asks_for_sharding,
     checked_alone,
@@ -29,7 +29,7 @@ from autopar.runtime.comparing.contestants import ComparedCall
 from autopar.runtime.comparing.in_turn import InThisProcess, JobRanks, PlansInTurn
 from autopar.runtime.planning.action_overhead import python_overhead
 from autopar.runtime.planning.calibration import calibrated
-from autopar.runtime.planning.compiled_prices import CompiledPrices, with_compiled
+from autopar.runtime.planning.compiled_prices import with_compiled
 from autopar.runtime.planning.tuning import tuned
 from autopar.runtime.signatures.bound_signature import RunSettings
 from cost_models import Device
@@ -72,7 +72,7 @@ def plan_at_hand(
         best = make_plan(costs, search, meshes)
     if options.calibrate and best.time_scale is None:
         best = calibrated(best, example, costs, search, progress, in_turn)
-    best = _noted(with_shard_notes(best, at_hand), compiled)
+    best = with_notes(with_shard_notes(best, at_hand), [*compiled.notes, *example.left_out])
     return replace(best, model=fingerprint(example.model), work=step_work_at_hand(example, devices))
 
 
@@ -96,7 +96,8 @@ def priced_at_hand(
     if options.calibrate:
         priced = calibrated(priced, example, costs, search, progress, _in_turn(call, costs, ranks))
     work = step_work_at_hand(example, devices)
-    return replace(_noted(priced, compiled), model=fingerprint(example.model), work=work)
+    priced = with_notes(priced, [*compiled.notes, *example.left_out])
+    return replace(priced, model=fingerprint(example.model), work=work)
 
 
 def _measured(
@@ -115,12 +116,6 @@ def _measured(
     if ranks is not None:  # no worker waits for another's interpreter, and the links have what messages take
         python = replace(python, busy=python.alone)
     return replace(costs, python=python)
-
-
-def _noted(plan: Plan, compiled: CompiledPrices) -> Plan:
-    """With `compile`, the plan says how compiled stages are priced."""
-    new = [note for note in compiled.notes if note not in plan.notes]
-    return replace(plan, notes=(*plan.notes, *new)) if new else plan
 
 
 def _in_turn(call: ComparedCall, costs: CostGraph, ranks: JobRanks | None) -> PlansInTurn:

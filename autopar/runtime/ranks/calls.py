@@ -162,13 +162,15 @@ class RankCalls(CallRunner):
             self._refuse_sparse_gradients(bound)
         self._batch_size = bound.batch_size
         bound, self._filled_up = self._filled(bound)
-        shared = self._shared
+        shared, tail = self._shared, bound.signature.batching.tail
         trains = shared is not None and shared.arguments.loss is not None
-        if shared is not None and trains and step is None:  # the loss sees the whole batch, on every rank
+        on_every_rank = (trains and step is None) or (tail is not None and tail.reads_inputs)
+        if shared is not None and on_every_rank:  # the loss, or the end of the model, sees the whole batch
             shared.complete(self._world)
         elif shared is not None:
             shared.fetch(self._world, bound, self._sizes(bound), trains=trains)
-        self._ways = bound.signature.batching.outputs
+        outputs = bound.signature.batching.outputs
+        self._ways = outputs if tail is None else tail.combinations(outputs)
         run = super()._run(bound, step)
         if run.call.seed is not None:  # every rank draws what one process would draw, and that of rank 0 counts
             run.call = replace(run.call, seed=self._world.broadcast_number(run.call.seed, 0))
@@ -202,7 +204,8 @@ class RankCalls(CallRunner):
         if n % multiple == 0:
             return bound, 0
         more = -n % multiple
-        apart = all(how.combine in ("cat", "first", "constant") for how in signature.batching.outputs)
+        outputs = signature.batching.outputs
+        apart = signature.batching.tail is None and all(how.combine in ("cat", "first", "constant") for how in outputs)
         if torch.is_grad_enabled() or signature.program.training or not apart:
             raise on_all_ranks(
                 InputError(

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from autopar.analysis.batching import Batching, study_again
+from autopar.analysis.batch_tail import studied_again
+from autopar.analysis.batching import Batching
 from autopar.analysis.example import LossFunction, capture_symbolic, examine, ordinary, study_call
 from autopar.analysis.loss import LossSplit
 from autopar.capture import torch_private
@@ -129,7 +130,8 @@ class Captures:
     def complete(self, call: CallArguments, signature: BoundSignature) -> None:
         """Study a signature whose study was reused, with the shapes that measuring needs."""
         if signature.reused:
-            signature.batching = self._studied(call, signature.program)
+            _, batching = self._studied(call, signature.program)
+            signature.batching = replace(batching, tail=signature.batching.tail)
             signature.reused = False
 
     def _specialised(self, call: CallArguments, state: State) -> BoundSignature | None:
@@ -139,10 +141,10 @@ class Captures:
             program = symbolic.program.at(call.args, call.kwargs) if fits else None
             if program is None:
                 continue
-            batching = study_again(program, symbolic.batching) if symbolic.batching is not None else None
-            if batching is not None:
-                return BoundSignature(state, program, batching, specialised=True, reused=True)
-            batching = self._studied(call, program)
+            again = studied_again(program, symbolic.batching) if symbolic.batching is not None else None
+            if again is not None:
+                return BoundSignature(state, *again, specialised=True, reused=True)
+            program, batching = self._studied(call, program)
             symbolic.batching = symbolic.batching or batching
             return BoundSignature(state, program, batching, specialised=True)
         return None
@@ -174,7 +176,7 @@ class Captures:
                     device=self._place_of_code(leaves),
                 )
             return BoundSignature(state, program, batching)
-        return BoundSignature(state, program, self._studied(call, program))
+        return BoundSignature(state, *self._studied(call, program))
 
     def _with_symbols(
         self, call: CallArguments, state: State, requested: frozenset[OpenSize], structure: str
@@ -246,7 +248,7 @@ class Captures:
         # The tracer takes sizes of 0 and 1 for constants, because they broadcast.
         return frozenset(size for size in found if size.dim is None or leaves[size.leaf].shape[size.dim] > 1)
 
-    def _studied(self, call: CallArguments, program: Program) -> Batching:
+    def _studied(self, call: CallArguments, program: Program) -> tuple[Program, Batching]:
         with self._on_own_devices():
             return study_call(self._model, program, call.args, call.kwargs, self._types, verify=self._settings.verify)
 

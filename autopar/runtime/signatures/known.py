@@ -127,7 +127,7 @@ class Signatures:
             return None
         signature, batch_dim = bound.signature, self.settings.batch_dim
         if call.loss is own_loss:
-            check_own_loss(signature.program)
+            check_own_loss(signature.program, signature.batching.tail)
         if signature.loss_splits is None:
             signature.loss_splits = LossSplits(signature.program, signature.batching)
         dims = default_target_dims(batch_dim)

@@ -65,7 +65,7 @@ class CallRunner:
         """What the model returns. `placed(outputs, inputs)`: the flat outputs, moved to where they shall be."""
         with self._lock:
             bound = self._signatures.bind(call)
-            program = bound.signature.program
+            program, tail = bound.signature.program, bound.signature.batching.tail
             if bound.signature.executable is not None:
                 try:
                     results = autograd.call(self._run(bound), bound.leaves)[: program.n_outputs]
@@ -74,6 +74,8 @@ class CallRunner:
         if bound.signature.executable is None:
             self._remember_plain(call, bound)
             return self.plain_call(call)
+        if tail is not None:
+            results = tail(results, bound.leaves)
         return torch_private.tree_unflatten(list(placed(results, bound.leaves)), program.out_spec)
 
     def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
@@ -85,7 +87,8 @@ class CallRunner:
             assert split is not None
             plain = bound.signature.executable is None
             why = split.whole_batch_needed(bound.leaves, torch_private.tree_leaves(call.target))
-            whole = bool(why) and not plain and len(self._sizes(bound)) > 1
+            has_tail = bound.signature.batching.tail is not None
+            whole = bool(why) and not plain and (has_tail or len(self._sizes(bound)) > 1)
             if not plain and not whole:
                 run = self._run(bound, call)
                 try:

@@ -11,30 +11,34 @@ different numbers of targets, a mask selects what a mean is over.
    labels ────────────────────────────────────────────────────────────────┘
 ```
 The tail is ordinary code in the caller's autograd graph, between all forwards and all backwards. It has no work that
-belongs into a stage: no parameter of more than one dimension, nothing random, no writes in place.
+belongs into a stage: no parameter of more than one dimension, nothing random, and it writes into copies alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar.analysis.batch_proof import OutputCombination, Walk, combination, prove, walk_of
-from autopar.analysis.batching import Batching, study, study_again
-from autopar.analysis.compared_outputs import ancestors
+from autopar.analysis.batching import VARIATIONS, Batching, study, study_again
+from autopar.analysis.compared_outputs import ancestors, combined_nodes
+from autopar.analysis.node_values import probe
 from autopar.analysis.operators import bases, is_random, replicable_nodes, written_arguments
 from autopar.analysis.placed_graph import PlacedGraph
 from autopar.analysis.sample_states import Mean, Mixed, Unproven
+from autopar.analysis.varied_samples import varied
 from autopar.capture.cleanup import aten, cross_entropy_arguments, number_of_targets
 from autopar.capture.node_names import describe
 from autopar.capture.program import Program, is_getitem
 from autopar.capture.torch_private import symbols_in
 from cost_models.graphs import get_attribute
 
+_SAMPLES = 3  # that are compared with two parts of them
 _MOST_DIMENSIONS = 1  # of a parameter that the tail reads: scales and biases; matrices belong into stages
 
 
@@ -45,7 +49,9 @@ class Tail:
     graph: PlacedGraph  # (*sources) -> tuple of the model's flat outputs
     sources: tuple[tuple[str, int], ...]  # ("output", flat output of the Program's graph) or ("input", flat input)
     returned: tuple[Any, ...]  # the model's flat outputs: nodes of the tail's graph, or constants
-    passed_on: tuple[int | None, ...]  # for each of them the flat output of the Program's graph that it is, if it is one
+    passed_on: tuple[
+        int | None, ...
+    ]  # for each of them the flat output of the Program's graph that it is, if it is one
     why: str  # the operator that needs the whole batch
 
     @property
@@ -77,7 +83,7 @@ def studied(program: Program, leaves: list[Any], *, verify: bool = False) -> tup
     proof = prove(program)
     whole = None if proof.verdict == "refuted" else study(program, leaves, verify=verify, proof=proof)
     tried = proof.verdict != "proven" and program.batch_size > 1 and (whole is None or not whole.splittable)
-    if tried and (found := without_tail(program)) is not None:
+    if tried and (found := without_tail(program, leaves)) is not None:
         shorter, tail = found
         batching = study(shorter, leaves, verify=verify)
         if batching.splittable:
@@ -89,7 +95,7 @@ def studied_again(program: Program, other: Batching) -> tuple[Program, Batching]
     """As `studied`, for a program that differs from the one that `other` is of in sizes alone; None without a proof."""
     tail = None
     if other.tail is not None:
-        found = without_tail(program)
+        found = without_tail(program, None)
         if found is None:
             return None
         program, tail = found
@@ -97,24 +103,24 @@ def studied_again(program: Program, other: Batching) -> tuple[Program, Batching]
     return None if batching is None else (program, replace(batching, tail=tail))
 
 
-def without_tail(program: Program) -> tuple[Program, Tail] | None:
+def without_tail(program: Program, leaves: list[Any] | None) -> tuple[Program, Tail] | None:
     """`program` less the operators at its end that need the whole batch, and these as a tail.
 
-    None where nothing needs the whole batch, where the graph does not show what does, or where the operators that do
-    are not such an end.
+    None where nothing needs the whole batch, or where the operators that do are not such an end. `leaves`: flat inputs
+    whose values show what the graph does not prove; None: only what it proves counts.
     """
     walk = walk_of(program)
     if isinstance(walk, str):
         return None
-    cut = _Cut(program, walk)
+    cut = _Cut(program, walk, leaves)
     return cut.apart() if cut.find() else None
 
 
 class _Cut:
     """One attempt to take off the tail."""
 
-    def __init__(self, program: Program, walk: Walk) -> None:
-        self._program, self._walk = program, walk
+    def __init__(self, program: Program, walk: Walk, leaves: list[Any] | None) -> None:
+        self._program, self._walk, self._leaves = program, walk, leaves
         self._module = program.graph_module
         self._flat = list(program.graph.output_node().args[0])  # type: ignore[arg-type]
         self._order = {node: place for place, node in enumerate(program.graph.nodes)}
@@ -124,14 +130,10 @@ class _Cut:
 
     def find(self) -> bool:
         """Find the operators of the tail: those that need the whole batch, and all that read their results."""
-        returned = self._returned()
-        pending = [node for node in returned if not self._combines(node)]
-        live = {source for node in returned for source in ancestors(node)}
-        pending += sorted((n for n in live if isinstance(self._walk.states[n], Mixed)), key=self._order.__getitem__)
+        pending = [node for node in self._returned() if not self._combines(node)]
         culprits = [state for node in pending if isinstance(state := self._state(node), Mixed)]
-        if not culprits:
+        if not pending:
             return False
-        self._why = f"{describe(culprits[0].node)} {culprits[0].why}"
         while pending:
             node = pending.pop()
             if node in self._tail:
@@ -142,6 +144,10 @@ class _Cut:
             pending += [user for user in node.users if user.op != "output"]
             # A value that micro-batches cannot hand over is computed by the tail, too.
             pending += [source for source in node.all_input_nodes if not self._can_be_handed_over(source)]
+        first = min(self._tail, key=self._order.__getitem__)
+        self._why = (
+            f"{describe(culprits[0].node)} {culprits[0].why}" if culprits else f"{describe(first)} mixes samples"
+        )
         hinted = {name for call in self._program.shard_calls for name in (*call.inputs, *call.outputs, *call.operators)}
         return not any(node.name in hinted for node in self._tail) and any(
             node not in self._tail and node not in self._replicable and node.op != "output"
@@ -178,6 +184,8 @@ class _Cut:
             in_tail[node].meta = dict(node.meta)
         for node in self._computed_by_tail():
             if node not in in_tail:
+                for written in written_arguments(node):
+                    in_tail[written] = tail.call_function(aten.clone.default, (in_tail[written],))
                 in_tail[node] = tail.node_copy(node, in_tail.__getitem__)
         returned = tuple(in_tail[x] if isinstance(x, fx.Node) else x for x in self._flat[: self._program.n_outputs])
         tail.output(returned)
@@ -215,11 +223,11 @@ class _Cut:
     def _counted_targets(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, int]] | None:
         """For a mean over targets that are not ignored: its cross-entropy, its targets and what is ignored."""
         state = self._walk.states[node]
-        found = None if not isinstance(state, Mean) or state.counted is None else cross_entropy_arguments(state.counted)
+        mean = state.counted if isinstance(state, Mean) else node if isinstance(state, Unproven) else None
+        found = None if mean is None else cross_entropy_arguments(mean)
         if found is not None and found.weight is None:
-            assert isinstance(state, Mean)
-            assert state.counted is not None
-            return state.counted, (found.target, found.ignore_index)
+            assert mean is not None
+            return mean, (found.target, found.ignore_index)
         place = self._flat.index(node) if node in self._flat else None
         if isinstance(state, Unproven) and place in self._program.weights:  # a comparison decides
             total = self._flat[self._program.weights[place]]
@@ -235,9 +243,24 @@ class _Cut:
     def _combines(self, node: fx.Node) -> bool:
         """Whether the values of `node` for micro-batches make its value for the whole batch, as far as is known: a
         comparison decides about what is not proven."""
-        if isinstance(self._state(node), Mixed):
+        state = self._state(node)
+        if isinstance(state, Mixed):
             return self._counted_targets(node) is not None
-        return not self._size_depends_on_values(node)
+        if not isinstance(state, Unproven):
+            return True
+        if self._size_depends_on_values(node):
+            return False
+        return self._counted_targets(node) is not None or node in self._combined
+
+    @cached_property
+    def _combined(self) -> frozenset[fx.Node]:
+        """The nodes whose values for a few samples are the combination of those for two parts of them."""
+        if self._leaves is None:
+            return frozenset()
+        rows = min(self._program.batch_size, _SAMPLES)
+        samples = probe(self._program, self._leaves, rows, reverse=False)
+        variations = [varied(self._program, samples, seed) for seed in range(VARIATIONS)]
+        return combined_nodes(self._program, [samples, *variations], rows)
 
     def _size_depends_on_values(self, node: fx.Node) -> bool:
         return bool(symbols_in(node.meta.get("val")) - self._walk.symbols)
@@ -256,7 +279,7 @@ class _Cut:
         """Whether the memory of `node` is overwritten after the operators of the tail would read it."""
         shared = set(self._walk.memory.sharing(node))
         return any(
-            self._order[writer] > self._order[node]
+            self._order[writer] > self._order[node] and writer not in self._tail
             for other in shared
             for writer in other.users
             if other in written_arguments(writer)
@@ -275,9 +298,18 @@ class _Cut:
         is_operator = isinstance(node.target, torch._ops.OpOverload) or is_getitem(node)
         if node.op != "call_function" or not (is_operator or isinstance(value, torch.types.py_sym_types)):
             return False
-        if is_random(node, self._module) or written_arguments(node):
+        if is_random(node, self._module) or not all(self._may_write(node, w) for w in written_arguments(node)):
             return False
         return not any(self._is_matrix(source) for source in node.all_input_nodes)
+
+    def _may_write(self, writer: fx.Node, written: fx.Node) -> bool:
+        """Whether the tail may let `writer` overwrite a copy of `written`: nothing else is in that memory."""
+        later = {writer, *self._walk.memory.sharing(writer)} - set(ancestors(writer)) | {writer, written}
+        return (
+            written.op == "call_function"
+            and written not in self._returned()
+            and later.issuperset(self._walk.memory.sharing(written))
+        )
 
     def _is_matrix(self, node: fx.Node) -> bool:
         """Whether `node` is a parameter with more dimensions than a tail reads, or a view of one."""

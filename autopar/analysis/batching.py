@@ -35,6 +35,7 @@ from autopar.analysis.node_values import (
     look,
     observe,
     probe,
+    samples_of,
     storages_of,
 )
 from autopar.analysis.operators import is_random
@@ -51,7 +52,7 @@ from cost_models.measuring.environment import full_float32
 if TYPE_CHECKING:
     from autopar.analysis.batch_tail import Tail
 
-_VARIATIONS = 3  # of the samples that are compared where the proof is open
+VARIATIONS = 3  # of the samples that are compared where the proof is open
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False, proof: P
                 _look(program, flat, probe(program, leaves, rows, reverse=reverse), rows, rows - least_rows, proven)
                 for reverse in orders
             ]
-            for seed in range(_VARIATIONS if proof.verdict == "open" or verify else 0):
+            for seed in range(VARIATIONS if proof.verdict == "open" or verify else 0):
                 other = varied(program, probe(program, leaves, rows, reverse=False), seed)
                 with contextlib.suppress(Exception):  # values that the model does not take
                     finding = _look(program, flat, other, rows, rows - least_rows, proven, findings[0].combinations)
@@ -187,7 +188,7 @@ def _without_values(
     """
     rows = min(program.batch_size, 3)
     whole, part = (
-        observe(program.graph_module, _rows(program, leaves, 0, n), program.device) for n in (rows, rows - 1)
+        observe(program.graph_module, samples_of(program, leaves, 0, n), program.device) for n in (rows, rows - 1)
     )
     dims: dict[str, int | None] = {}
     for node, value in whole.items():
@@ -206,14 +207,6 @@ def _without_values(
     why = obstacle or written_buffer(program)
     unproven = "" if proof.verdict == "proven" else f"{proof.why}, and without values nothing can be compared"
     return Batching(tuple(outputs), why, norms, dims, storages, unproven=unproven)
-
-
-def _rows(program: Program, leaves: list[Any], start: int, stop: int) -> list[Any]:
-    """The flat inputs for samples `start` to `stop`."""
-    return [
-        x if i.batch_dim is None else x.narrow(i.batch_dim, start, stop - start)
-        for x, i in zip(leaves, program.inputs, strict=True)
-    ]
 
 
 def _whole_only(program: Program, leaves: list[Any], flat: list[Any], norms: tuple[str, ...], why: str) -> Batching:
@@ -250,7 +243,7 @@ def _look(
     expected: how other samples showed that the outputs are combined.
     """
     module = program.graph_module
-    calls = (samples, *(_rows(program, samples, *ends) for ends in ((0, first), (first, rows))))
+    calls = (samples, *(samples_of(program, samples, *ends) for ends in ((0, first), (first, rows))))
     outputs = [output for output in flat if isinstance(output, fx.Node)]
     operands = [a for node in module.graph.nodes if uncaptured(node) is not None for a in node.all_input_nodes]
     kept = (outputs + operands, outputs, outputs)

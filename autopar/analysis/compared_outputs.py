@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.analysis.batch_proof import OutputCombination
-from autopar.analysis.node_values import close
+from autopar.analysis.node_values import changed_dims, close, in_lockstep, samples_of
 from autopar.analysis.operators import operator_name
 from autopar.capture.cleanup import aten
+from autopar.capture.program import Program
 
 Values = dict[fx.Node, Any]
 
@@ -84,6 +87,28 @@ def classify(
     if not isinstance(mean, torch.Tensor) or close(full, mean):
         return OutputCombination("mean")
     return OutputCombination("sum" if summed else "mixed")
+
+
+def combined_nodes(program: Program, calls: Iterable[list[Any]], rows: int) -> frozenset[fx.Node]:
+    """The nodes whose values for some samples are the combination of those for two parts of them, in all `calls`.
+
+    `calls`: flat inputs of `rows` samples. Those that the model does not take show nothing.
+    """
+    found: set[fx.Node] | None = None
+    for samples in calls:
+        parts = [samples_of(program, samples, *ends) for ends in ((0, rows), (0, rows - 1), (rows - 1, rows))]
+        now: set[fx.Node] = set()
+        dims: dict[str, int | None] = {}
+        with contextlib.suppress(Exception):
+            for node, (whole, *pieces) in in_lockstep(program.graph_module, parts, program.device):
+                changed = changed_dims(whole, pieces[0])
+                dims[node.name] = changed[0] if len(changed) == 1 else None
+                with contextlib.suppress(RuntimeError, TypeError):  # parts that do not fit together
+                    values = [{node: piece} for piece in pieces]
+                    how = classify(node, {node: whole}, values, dims, (rows - 1.0, 1.0), is_sum=False)
+                    now |= {node} if how.combine != "mixed" else set()
+            found = now if found is None else found & now
+    return frozenset(found or ())
 
 
 def _counts_values(node: fx.Node) -> bool:

@@ -68,6 +68,14 @@ def probe(program: Program, leaves: list[Any], rows: int, *, reverse: bool) -> l
     return result
 
 
+def samples_of(program: Program, leaves: list[Any], start: int, stop: int) -> list[Any]:
+    """The flat inputs for samples `start` to `stop`."""
+    return [
+        x if i.batch_dim is None else x.narrow(i.batch_dim, start, stop - start)
+        for x, i in zip(leaves, program.inputs, strict=True)
+    ]
+
+
 def _table_rows(node: fx.Node) -> int:
     """Number of rows of the embedding table that `node` indexes; 0 if it indexes none."""
     for user in node.users:

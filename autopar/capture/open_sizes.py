@@ -76,22 +76,26 @@ class SymbolicProgram:
             return replace(one, shape=tuple(leaf.shape))
         return replace(one, value=leaf, any_number=place in self._numbers.values())
 
-    def _values(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, int] | None:
-        """The value of every symbol except the batch; None where sizes of the call contradict each other."""
+    def _values(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, int | sympy.Symbol] | None:
+        """The value of every symbol except the batch; None where sizes of the call contradict each other.
+
+        The tracer cannot always tell that all inputs have one number of samples (s0 * s1 = s2 * s3). Here they do.
+        """
         sizes: list[tuple[Any, int]] = []  # (as traced, of this call)
-        batches = set()
+        batches: dict[sympy.Symbol, None] = {}
         for node, one, leaf in zip(self._placeholders, self.program.inputs, leaves, strict=True):
             traced = node.meta.get("val")
             if isinstance(leaf, torch.Tensor):
                 assert isinstance(traced, torch.Tensor)
                 pairs = list(zip(traced.shape, leaf.shape, strict=True))
                 if one.batch_dim is not None:
-                    batches |= torch_private.symbols_in(pairs.pop(one.batch_dim)[0])
+                    batches |= dict.fromkeys(torch_private.symbols_in(pairs.pop(one.batch_dim)[0]))
                 sizes += pairs
             elif isinstance(traced, torch.SymInt):
                 sizes.append((traced, leaf))
-        known = {s: size for traced, size in sizes if (s := torch_private.symbol_of(traced)) is not None}
-        known = {symbol: size for symbol, size in known.items() if symbol not in batches}
+        found = {s: size for traced, size in sizes if (s := torch_private.symbol_of(traced)) is not None}
+        known: dict[sympy.Symbol, int | sympy.Symbol] = {s: size for s, size in found.items() if s not in batches}
+        known |= {symbol: first for first in [*batches][:1] for symbol in batches if symbol is not first}
         for traced, size in sizes:
             if isinstance(traced, torch.SymInt) and torch_private.at_sizes(traced, known) != size:
                 return None
@@ -122,7 +126,7 @@ def _tensors(module: fx.GraphModule) -> Iterator[torch.Tensor]:
 
 
 def _specialised(
-    module: fx.GraphModule, known: Mapping[sympy.Symbol, int], numbers: frozenset[sympy.Symbol]
+    module: fx.GraphModule, known: Mapping[sympy.Symbol, int | sympy.Symbol], numbers: frozenset[sympy.Symbol]
 ) -> fx.GraphModule:
     """A copy of the graph for the `known` sizes. Sizes that are numbers now become constants of the operators.
 

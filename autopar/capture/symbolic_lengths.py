@@ -25,7 +25,7 @@ def symbolic_lengths() -> Iterator[None]:
     global _n_inside
     with _lock:
         _n_inside += 1
-        builtins.len = _length  # type: ignore[assignment]
+        builtins.len = _length
     try:
         yield
     finally:

@@ -93,8 +93,8 @@ def symbols_in(value: Any) -> set[sympy.Symbol]:
     return set()
 
 
-def at_sizes(value: Any, known: Mapping[sympy.Symbol, int]) -> Any:
-    """A traced value with numbers in the place of the `known` symbols.
+def at_sizes(value: Any, known: Mapping[sympy.Symbol, int | sympy.Symbol]) -> Any:
+    """A traced value with numbers, or other symbols, in the place of the `known` symbols.
 
     Tensors become new fake tensors. A size that still has a symbol becomes a new SymInt; only the tracer's own ShapeEnv
     can make one. Symbols of sizes that depend on values stay, and have no value in the traced call either.
@@ -104,8 +104,7 @@ def at_sizes(value: Any, known: Mapping[sympy.Symbol, int]) -> Any:
     if not symbols_in(value) & known.keys():
         return value
     if isinstance(value, torch.types.py_sym_types):
-        numbers = {symbol: sympy.Integer(size) for symbol, size in known.items()}
-        expression = value.node.expr.xreplace(numbers)
+        expression = value.node.expr.xreplace({symbol: sympy.sympify(size) for symbol, size in known.items()})
         if not expression.free_symbols:
             number = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
             return number(expression)

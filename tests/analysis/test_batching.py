@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import AutoparWarning, PipelinedModule, Plan
+from autopar.analysis import batch_tail
 from autopar.analysis.batching import Batching, study
 from autopar.capture.program import capture
 
@@ -87,19 +88,22 @@ MIXING = {
     "centred": (lambda m, h, x: m.b(h - h.mean(0)), "sub"),
     "centred in place": (lambda m, h, x: m.b(h.sub_(h.mean(0))), "(sub_|linear)"),  # the two share one memory
     "softmax over the batch": (lambda m, h, x: m.b(h.softmax(0)), "softmax"),
+    "relative to the first": (lambda m, h, x: m.b(h - h[:1]), "slice"),
+    "slightly mixed": (lambda m, h, x: m.b(h + 1e-3 * h.mean(0)), "add"),
+    "sorted before a layer": (lambda m, h, x: m.b(h.sort(0).values), "sort"),
+}
+MIXING_AT_THE_END = {
     "similarities": (lambda m, h, x: h @ h.t(), "matmul"),
     "similarities summed away": (lambda m, h, x: (h @ h.t()).sum(1), "matmul"),
     "root of a mean": (lambda m, h, x: F.mse_loss(m.b(h), x[:, :1]).sqrt(), "sqrt"),
     "running sum": (lambda m, h, x: m.b(h).cumsum(0), "cumsum"),
     "reversed": (lambda m, h, x: m.b(h).flip(0), "flip"),
     "sorted": (lambda m, h, x: m.b(h).sort(0).values, "sort"),
-    "relative to the first": (lambda m, h, x: m.b(h - h[:1]), "slice"),
     "first sample only": (lambda m, h, x: m.b(h)[0], "select"),
     "scaled by the batch": (lambda m, h, x: m.b(h) * x.shape[0], "mul"),
     "numbered": (lambda m, h, x: m.b(h) + torch.arange(x.shape[0])[:, None], "add"),
     "doubled along the batch": (lambda m, h, x: torch.cat([h, x], 0), "cat"),
     "largest": (lambda m, h, x: (m.b(h), h.max()), "max"),
-    "slightly mixed": (lambda m, h, x: m.b(h + 1e-3 * h.mean(0)), "add"),
     "mixed beside masked": (
         lambda m, h, x: torch.where(torch.arange(8) == 0, torch.finfo(torch.float32).min, h - h.mean(0)),
         "sub",
@@ -130,7 +134,25 @@ def test_a_batch_whose_samples_meet_stays_whole_and_the_operator_is_named(
         compare(model, x, torch.randn(BATCH, 8), torch.randn(7, 8))
 
 
-@pytest.mark.parametrize("tail", [tail for tail, _ in MIXING.values()], ids=list(MIXING))
+@pytest.mark.parametrize(("tail", "operator"), MIXING_AT_THE_END.values(), ids=list(MIXING_AT_THE_END))
+@pytest.mark.parametrize("example", ["random", "zeros"])
+def test_where_samples_meet_at_the_end_the_rest_is_split_and_the_operator_is_named(
+    tail: Callable[..., Any], operator: str, example: str
+) -> None:
+    model = Floats(tail)
+    x = torch.randn(BATCH, 8) if example == "random" else torch.zeros(BATCH, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AutoparWarning)
+        pm = compare(model, x, torch.randn(BATCH, 8), torch.randn(7, 8))
+    assert pm.plan is not None
+    assert pm.plan.n_microbatches == 3
+    program = capture(model, (x,), {})
+    _, batching = batch_tail.studied(program, [x])
+    assert batching.tail is not None
+    assert re.match(rf"(aten\.)?{operator}\b.*test_batching\.py:\d+", batching.tail.why)
+
+
+@pytest.mark.parametrize("tail", [tail for tail, _ in (MIXING | MIXING_AT_THE_END).values()])
 def test_no_example_hides_by_chance_that_samples_meet(tail: Callable[..., Any]) -> None:
     model = Floats(tail)
     program = capture(model, (torch.randn(BATCH, 8),), {})

@@ -101,6 +101,22 @@ class Case(NamedTuple):
     settings: dict[str, Any]
 
 
+def mixtral() -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **balanced))
+
+
+def causal_batch(rows: int, seed: int) -> Batch:
+    """The first batch has no padding, later ones do."""
+    batch = pretraining_batch(rows, seed)
+    del batch["next_sentence_label"]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, : 2 * (seed > 0)] = 0
+    return batch | {"attention_mask": mask}
+
+
 CASES = {
     "contrast": Case(Contrast, contrast_batch, {"left": 0, "right": 1}, {}),
     "pretraining": Case(
@@ -115,6 +131,7 @@ CASES = {
         {"bert.embeddings": 0, "bert.encoder.layer.1": 1},
         {},
     ),
+    "balanced experts": Case(mixtral, causal_batch, {"model.layers.0": 0, "model.layers.1": 1}, {}),
     "clip": Case(clip, clip_batch, {"text_model": 0, "vision_model": 1}, {"return_loss": True}),
 }
 

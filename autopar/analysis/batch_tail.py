@@ -49,9 +49,7 @@ class Tail:
     graph: PlacedGraph  # (*sources) -> tuple of the model's flat outputs
     sources: tuple[tuple[str, int], ...]  # ("output", flat output of the Program's graph) or ("input", flat input)
     returned: tuple[Any, ...]  # the model's flat outputs: nodes of the tail's graph, or constants
-    passed_on: tuple[
-        int | None, ...
-    ]  # for each of them the flat output of the Program's graph that it is, if it is one
+    passed_on: tuple[int | None, ...]  # for each of them, the flat output of the Program's graph that it is, if any
     why: str  # the operator that needs the whole batch
 
     @property
@@ -145,9 +143,8 @@ class _Cut:
             # A value that micro-batches cannot hand over is computed by the tail, too.
             pending += [source for source in node.all_input_nodes if not self._can_be_handed_over(source)]
         first = min(self._tail, key=self._order.__getitem__)
-        self._why = (
-            f"{describe(culprits[0].node)} {culprits[0].why}" if culprits else f"{describe(first)} mixes samples"
-        )
+        where, what = (culprits[0].node, culprits[0].why) if culprits else (first, "mixes samples")
+        self._why = f"{describe(where)} {what}"
         hinted = {name for call in self._program.shard_calls for name in (*call.inputs, *call.outputs, *call.operators)}
         return not any(node.name in hinted for node in self._tail) and any(
             node not in self._tail and node not in self._replicable and node.op != "output"
@@ -155,30 +152,20 @@ class _Cut:
         )
 
     def apart(self) -> tuple[Program, Tail]:
-        head, tail = fx.Graph(), fx.Graph()
-        in_head: dict[fx.Node, fx.Node] = {}
+        """The program without the tail, and the tail."""
+        head, in_head = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self._program.graph.nodes:
             if node not in self._tail and node.op != "output":
                 in_head[node] = head.node_copy(node, in_head.__getitem__)
-        outputs: dict[fx.Node, int] = {}  # node of the program -> flat output of the head
-        sources: dict[fx.Node, tuple[str, int]] = {}  # what the tail starts from
-        inputs = {node: place for place, node in enumerate(self._program.graph.find_nodes(op="placeholder"))}
-        for node in self._returned():
-            if node not in self._tail:
-                sources[node] = ("output", outputs.setdefault(node, len(outputs)))
-        for node in self._computed_by_tail():
-            for source in node.all_input_nodes:
-                if source in self._tail or source in sources or (self._is_known(source) and source not in inputs):
-                    continue
-                sources[source] = (
-                    ("input", inputs[source])
-                    if source in inputs
-                    else ("output", outputs.setdefault(source, len(outputs)))
-                )
+        outputs, sources = self._handed_over()
         results, weights = self._results_of_head(head, in_head, outputs)
         head.output(tuple(results))
         _drop_unused(head, {in_head[node] for node in in_head if node in self._replicable})
-        in_tail: dict[fx.Node, fx.Node] = {}
+        module = fx.GraphModule(self._module, head, class_name=type(self._module).__name__)
+        module.meta = dict(self._module.meta)
+        shorter = replace(self._program, graph_module=module, n_outputs=len(outputs), weights=weights)
+
+        tail, in_tail = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in sources:
             in_tail[node] = tail.placeholder(node.name)
             in_tail[node].meta = dict(node.meta)
@@ -187,20 +174,29 @@ class _Cut:
                 for written in written_arguments(node):
                     in_tail[written] = tail.call_function(aten.clone.default, (in_tail[written],))
                 in_tail[node] = tail.node_copy(node, in_tail.__getitem__)
-        returned = tuple(in_tail[x] if isinstance(x, fx.Node) else x for x in self._flat[: self._program.n_outputs])
+        flat = self._flat[: self._program.n_outputs]
+        returned = tuple(in_tail[x] if isinstance(x, fx.Node) else x for x in flat)
         tail.output(returned)
-        shorter = replace(
-            self._program,
-            graph_module=fx.GraphModule(self._module, head, class_name=type(self._module).__name__),
-            n_outputs=len(outputs),
-            weights=weights,
-        )
-        shorter.graph_module.meta = dict(self._module.meta)
+        passed_on = tuple(outputs.get(x) if isinstance(x, fx.Node) else None for x in flat)
         placed = PlacedGraph(fx.GraphModule(self._module, tail), self._program.device)
-        passed_on = tuple(
-            outputs.get(x) if isinstance(x, fx.Node) else None for x in self._flat[: self._program.n_outputs]
-        )
         return shorter, Tail(placed, tuple(sources.values()), returned, passed_on, self._why)
+
+    def _handed_over(self) -> tuple[dict[fx.Node, int], dict[fx.Node, tuple[str, int]]]:
+        """What the tail starts from: nodes -> flat output of the head, and nodes -> `Tail.sources`."""
+        outputs: dict[fx.Node, int] = {}
+        sources: dict[fx.Node, tuple[str, int]] = {}
+        inputs = {node: place for place, node in enumerate(self._program.graph.find_nodes(op="placeholder"))}
+        for node in self._returned():
+            if node not in self._tail:
+                sources[node] = ("output", outputs.setdefault(node, len(outputs)))
+        computed = self._computed_by_tail()
+        read = {source: None for node in computed for source in node.all_input_nodes}
+        for source in read:
+            if source in inputs:
+                sources.setdefault(source, ("input", inputs[source]))
+            elif source not in computed and source not in sources:
+                sources[source] = ("output", outputs.setdefault(source, len(outputs)))
+        return outputs, sources
 
     def _results_of_head(
         self, head: fx.Graph, in_head: dict[fx.Node, fx.Node], outputs: dict[fx.Node, int]
@@ -250,7 +246,12 @@ class _Cut:
             return True
         if self._size_depends_on_values(node):
             return False
-        return self._counted_targets(node) is not None or node in self._combined
+        return self._counted_targets(node) is not None or self._without_values or node in self._combined
+
+    @property
+    def _without_values(self) -> bool:
+        """Whether nothing can be compared. As `study` does, take what is not proven to combine."""
+        return self._leaves is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in self._leaves)
 
     @cached_property
     def _combined(self) -> frozenset[fx.Node]:
@@ -303,13 +304,10 @@ class _Cut:
         return not any(self._is_matrix(source) for source in node.all_input_nodes)
 
     def _may_write(self, writer: fx.Node, written: fx.Node) -> bool:
-        """Whether the tail may let `writer` overwrite a copy of `written`: nothing else is in that memory."""
-        later = {writer, *self._walk.memory.sharing(writer)} - set(ancestors(writer)) | {writer, written}
-        return (
-            written.op == "call_function"
-            and written not in self._returned()
-            and later.issuperset(self._walk.memory.sharing(written))
-        )
+        """Whether the tail may let `writer` overwrite a copy of `written`: nothing else from before is in that
+        memory."""
+        before = [n for n in self._walk.memory.sharing(written) if self._order[n] < self._order[writer]]
+        return written.op == "call_function" and before == [written] and written not in self._returned()
 
     def _is_matrix(self, node: fx.Node) -> bool:
         """Whether `node` is a parameter with more dimensions than a tail reads, or a view of one."""

@@ -115,6 +115,22 @@ class Spare(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+class Contrast(nn.Module):
+    """Its end compares all samples, and reads the input, a scale and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+        self.right = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+        self.scale, self.bias = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(-0.2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        left = self.left(x)
+        scores = left @ self.right(left).T * self.scale.exp() + self.bias + x.mean()
+        loss = functional.cross_entropy(scores, torch.arange(len(x))) + left.square().mean()
+        return {"loss": loss, "left": left}
+
+
 class Translator(nn.Module):
     """T5 whose decoder reads the first tokens of the encoder's text."""
 
@@ -179,6 +195,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "llama": (lambda: without_cache(llama), lambda: tokens(8)),
     "mixtral": (lambda: without_cache(mixtral), lambda: tokens(8)),
     "t5": (Translator, lambda: tokens(8)),
+    "contrast": (Contrast, lambda: torch.randn(8, 12)),
 }
 SINGLE_PRECISION = {"mixtral"}  # its grouped matrix products know no double precision
 SPLITS: dict[str, dict[int, dict[str, int]]] = {
@@ -201,6 +218,7 @@ SPLITS: dict[str, dict[int, dict[str, int]]] = {
         2: {"bert.embeddings": 0, "bert.encoder.layer.1": 1},
         3: {"bert.encoder.layer.0": 0, "bert.encoder.layer.1": 1, "classifier": 2},
     },
+    "contrast": {2: {"left": 0, "right": 1}},
     "tied": {2: {"embed": 0, "mix": 0, "head": 1}},
     "shared": {2: {"entry": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "layers.4": 1, "exit": 1}},
     "resnet50": {

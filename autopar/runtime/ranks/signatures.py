@@ -209,7 +209,7 @@ class RankSignatures(Signatures):
         facts = {
             "the version of torch": (torch.__version__, "install the same everywhere"),
             "the version of autopar": (__version__, "install the same everywhere"),
-            "the captured program": (digest(_without_numbers(str(signature.program.graph))), _SAME_SCRIPT),
+            "the captured program": (digest(_without_numbers(_graphs_of(signature))), _SAME_SCRIPT),
         }
         if not self.parameters.placed:
             same = "build the model from the same seed (torch.manual_seed) or the same checkpoint on every rank"
@@ -265,6 +265,11 @@ def _refuse_written(borrowed: Sequence[Borrowed], lowered: Lowered) -> None:
 def _number_of(split: LossSplit) -> int:
     """The same for equal splits on all ranks; never 0."""
     return zlib.crc32(repr((split.combine, split.target_dims, split.digest)).encode()) or 1
+
+
+def _graphs_of(signature: BoundSignature) -> str:
+    tail = signature.batching.tail
+    return f"{signature.program.graph}{'' if tail is None else tail.graph.module.graph}"
 
 
 def _without_numbers(graph: str) -> str:

@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from autopar.analysis.batch_proof import OutputCombination, Walk, combination, prove, walk_of
 from autopar.analysis.batching import VARIATIONS, Batching, study, study_again
-from autopar.analysis.compared_outputs import ancestors, combined_nodes
+from autopar.analysis.compared_outputs import combined_nodes
 from autopar.analysis.node_values import probe
 from autopar.analysis.operators import bases, is_random, replicable_nodes, written_arguments
 from autopar.analysis.placed_graph import PlacedGraph

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.plan.plan import Plan
-from autopar.plan.stage import Stage
+from autopar.plan.recompute import Recompute
+from autopar.planner.predicted_step import PredictedStage, step_of_plan
 from autopar.runtime.step.mailbox import Address
 from autopar.runtime.step_profile import MeasuredAction, MeasuredSend, StageStep, StepProfile
 from autopar.schedule.clock import Action, Phase
@@ -80,6 +81,7 @@ def step_profile(
     at: defaultdict[tuple[int, str], list[tuple[Action, RecordedAction]]] = defaultdict(list)
     for action, one in recorded:
         at[action.stage, one.device].append((action, one))
+    expected = step_of_plan(plan) if is_predicted else None
     first = min((one.spans[0][0] for _, one in recorded), default=0.0)
     return StepProfile(
         seconds=seconds,
@@ -88,7 +90,7 @@ def step_profile(
         n_microbatches=n_microbatches,
         schedule=plan.schedule,
         stages=tuple(
-            _stage_step(index, name, at[index, name], stage if is_predicted else None)
+            _stage_step(index, name, at[index, name], expected.stages[index] if expected is not None else None)
             for index, stage in enumerate(plan.stages)
             for name in stage.devices
             if (index, name) in at
@@ -151,16 +153,17 @@ def _measured_sends(records: Sequence[StepRecord], plan: Plan, first: float) -> 
 
 
 def _stage_step(
-    index: int, device: str, actions: Sequence[tuple[Action, RecordedAction]], predicted: Stage | None
+    index: int, device: str, actions: Sequence[tuple[Action, RecordedAction]], predicted: PredictedStage | None
 ) -> StageStep:
-    """One stage on one device, from its actions. `predicted`: the stage in the plan, if the plan predicts this step."""
+    """One stage on one device, from its actions. `predicted`: the stage, if the plan predicts this step."""
     forwards = [one for action, one in actions if action.phase is Phase.FORWARD]
     backwards = [one for action, one in actions if action.phase is not Phase.FORWARD]
     forward = backward = None
-    if predicted is not None and predicted.forward_time is not None and predicted.backward_time is not None:
-        forward = predicted.forward_time * len(forwards)
-        again = predicted.forward_time if predicted.recompute else predicted.recompute_time or 0.0
-        backward = (predicted.backward_time + again) * len(forwards)
+    if predicted is not None:
+        own = [action.microbatch for action, _ in actions if action.phase is Phase.FORWARD]
+        again = predicted.forward if predicted.recompute == Recompute.STAGE else predicted.again
+        forward = sum(predicted.forward[i] for i in own)
+        backward = sum(predicted.backward[i] + (again[i] if again else 0.0) for i in own)
     return StageStep(
         stage=index,
         device=device,

@@ -22,11 +22,12 @@ from trace_format import assert_well_formed
 import autopar
 from autopar import PipelinedModule, Plan
 from autopar.costs.history import history_path, recall
-from autopar.plan.stage import Stage
+from autopar.plan.stage import SizeRatios, Stage
 from autopar.report.tables import WIDTH
 from autopar.runtime import module as module_room
 from autopar.runtime import step_recorder
 from autopar.runtime.step.mailbox import Address, Mailbox
+from autopar.runtime.step_record import RecordedAction, StepRecord, step_profile
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
 from cost_models import parse_devices
@@ -143,6 +144,23 @@ def test_a_profile_shows_the_plans_predictions_and_is_recorded_beside_them(own_h
     data = json.loads(found.to_json())
     assert data["seconds"] == found.seconds
     assert [one["waiting"] for one in data["stages"]] == [one.waiting for one in found.stages]
+
+
+def test_uneven_microbatches_are_predicted_by_those_that_a_device_ran() -> None:
+    plan = Plan.from_split({"": 0}, devices=[["cpu:0", "cpu:1"]], n_microbatches=4)
+    stage = dataclasses.replace(
+        plan.stages[0], forward_time=7.0, backward_time=14.0, size_ratios=SizeRatios(0.5, 0.5, 0.5, 0.5)
+    )
+    plan = dataclasses.replace(plan, batch_size=7, training=True, predicted_step_time=1.0, stages=(stage,))
+    actions = {
+        Action(phase, 0, i): RecordedAction(f"cpu:{i % 2}", ((0.0, 1.0),), 1.0, 0.0, 0.0)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+        for i in range(4)
+    }
+    found = step_profile([StepRecord(actions, {}, {})], plan, 1.0, 7)
+    larger = 4 * 7.0 / 3.5  # of the sizes 2, 2, 2, 1
+    assert [one.predicted_forward for one in found.stages] == pytest.approx([2 * larger, 1.5 * larger])
+    assert [one.predicted_backward for one in found.stages] == pytest.approx([4 * larger, 3 * larger])
 
 
 def test_a_profiled_step_on_gpus_waits_for_none_of_them_before_it_has_ended(

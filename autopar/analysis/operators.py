@@ -337,7 +337,7 @@ def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[
     """Nodes that no cut may separate.
 
     1. A tuple and the nodes that take items out of it.
-    2. All users of a buffer that is written: its only copy is in one stage.
+    2. All users of a buffer that is written, also through what an earlier write returned: its only copy is in one stage.
     3. The views of a storage, if it is written through one of them and read through another one later: what a stage
        sends is a copy, and another stage that writes into its copy does not change this one. Readers after the write
        may be in later stages, which get the memory as it is at the end of this stage. (A tensor that is only
@@ -353,11 +353,14 @@ def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[
         for source in written_arguments(node):
             writers.setdefault(source, []).append(node)
     for source, nodes in writers.items():
-        if source.op == "get_attr":  # 2
-            same = [n for n in graph.nodes if n.op == "get_attr" and n.target == source.target]
-            groups.append({user for n in same for user in n.users})
-            continue
         shared = storages.get(source.name, frozenset())
+        alike = [n for n in graph.nodes if n is source or storages.get(n.name, frozenset()) & shared]
+        buffers = {n.target for n in alike if n.op == "get_attr"}
+        if buffers:  # 2
+            same = [n for n in graph.nodes if n in alike or (n.op == "get_attr" and n.target in buffers)]
+            readers = {user for n in same for user in n.users if user.op != "output"}
+            groups.append(readers | {n for n in same if n.op not in ("placeholder", "get_attr")})
+            continue
         family = [
             n
             for n in graph.nodes

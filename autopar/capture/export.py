@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import itertools
 import logging
 import os
 import re
@@ -210,12 +211,24 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             for user in list(node.users):
                 module.graph.erase_node(user)
             module.graph.erase_node(node)
+    _order_placeholders(module.graph, [*itertools.islice(names, len(args)), *kwargs])
     flat, out_spec = torch_private.tree_flatten(tracer.returned)
     graph.output_node().args = (tuple(map(tracer.create_arg, flat)),)
     for node in graph.nodes:
         frames = re.split(r"\n(?=  File )", node.meta.get("stack_trace") or "")
         node.meta["stack_trace"] = "\n".join(frame for frame in frames if f'File "{_TRACER_FILES[0]}' not in frame)
     return Traced(module, out_spec, _unguarded)
+
+
+def _order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Put the placeholders, which come in the order of the signature, into that of the call's flat inputs."""
+    placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    first = next(iter(graph.nodes))
+    for name in names:
+        if name in placeholders and placeholders[name] is not first:
+            first.prepend(placeholders[name])
+        elif name in placeholders:
+            first = first.next
 
 
 class _Tracer(fx.Tracer):

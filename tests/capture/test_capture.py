@@ -548,6 +548,34 @@ def test_what_a_model_returns_has_its_own_types_and_lines_are_the_users_where_sy
     torch.testing.assert_close(found["pair"][1][0], expected["pair"][1][0])
 
 
+class _Difference(nn.Module):
+    """Its inputs are not in the order of their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, second: torch.Tensor, first: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+        return self.inner(second) - factor * first
+
+
+@pytest.mark.parametrize("n_positional", [0, 1, 2])
+def test_keywords_reach_their_inputs_where_symbolic_trace_stands_in(
+    n_positional: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(torch.export, "export", refuse)
+    given = {"second": torch.randn(3, 4), "first": torch.randn(3, 4)}
+    args, kwargs = tuple(given.values())[:n_positional], dict(list(given.items())[n_positional:])
+    model = _Difference()
+    program = capture(model, args, kwargs | {"factor": 3.0})
+    bound = program.bind(args, kwargs | {"factor": 3.0})
+    assert bound is not None
+    assert torch.equal(program.graph_module(*bound[0])[0], model(**given, factor=3.0))
+
+
 class NotedByLibraries(nn.Module):
     """Its forward runs code of libraries and its own, which note something on it."""
 

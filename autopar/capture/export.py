@@ -205,11 +205,14 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         raise CaptureError(f"forward assigns to buffer '{place.path}', which torch.fx.symbolic_trace would lose")
     module = fx.GraphModule(model, graph)
     module.graph.set_codegen(fx.graph.CodeGen())
-    order = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node in order:  # concrete_args leaves placeholders with asserts; matching of signatures replaces both
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.target in names:
+            continue
+        # concrete_args leaves a placeholder `name_1` with asserts; matching of signatures replaces these.
+        node.target = node.target.rpartition("_")[0]
+        for user in [assertion for compared in node.users for assertion in compared.users] + list(node.users):
+            module.graph.erase_node(user)
         if node.target not in bound.arguments:
-            for user in list(node.users):
-                module.graph.erase_node(user)
             module.graph.erase_node(node)
     _order_placeholders(module.graph, [*itertools.islice(names, len(args)), *kwargs])
     flat, out_spec = torch_private.tree_flatten(tracer.returned)
@@ -223,6 +226,8 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def _order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
     """Put the placeholders, which come in the order of the signature, into that of the call's flat inputs."""
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    for node in placeholders.values():
+        node.args = ()  # defaults, which would have to come last
     first = next(iter(graph.nodes))
     for name in names:
         if name in placeholders and placeholders[name] is not first:

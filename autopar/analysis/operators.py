@@ -337,7 +337,7 @@ def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[
     """Nodes that no cut may separate.
 
     1. A tuple and the nodes that take items out of it.
-    2. All users of a buffer that is written, also through what an earlier write returned: its only copy is in one stage.
+    2. All users of a buffer that is written, also of what an earlier write returned: its only copy is in one stage.
     3. The views of a storage, if it is written through one of them and read through another one later: what a stage
        sends is a copy, and another stage that writes into its copy does not change this one. Readers after the write
        may be in later stages, which get the memory as it is at the end of this stage. (A tensor that is only

@@ -59,6 +59,12 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph, class_name="Captured")
 
 
+def is_assertion(node: fx.Node) -> bool:
+    """Whether `node` is a check that export leaves in a graph."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet is not None and packet.__name__ in _ASSERTS
+
+
 def _name_writes(graph: fx.Graph) -> None:
     """After `b = relu_(a)` or `b = mul(x, y, out=a)` let later readers of `a` read `b`: an edge of the graph then puts
     them after the write."""
@@ -110,8 +116,7 @@ def _overwritten(node: fx.Node) -> list[tuple[int, fx.Node]]:
 def _plain_blocks(module: fx.GraphModule) -> None:
     """Remove export's checks, and turn blocks under no_grad or autocast into plain calls; also inside such blocks."""
     for node in reversed(module.graph.nodes):
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet is not None and packet.__name__ in _ASSERTS:
+        if is_assertion(node):
             module.graph.erase_node(node)
         elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             node.target = call_with_grad_mode

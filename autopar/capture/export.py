@@ -25,7 +25,7 @@ from autopar.capture.module_paths import ModulePaths
 from autopar.capture.parameter_writes import ParameterWriteError
 from autopar.capture.registrations import RegistrationError, registrations_refused
 from autopar.capture.repeated_layers.trace_once import forget_traced_layers
-from autopar.capture.symbolic_lengths import symbolic_lengths
+from autopar.capture.symbolic_lengths import with_lengths
 from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import CaptureError, InputError, issue_again
 from cost_models.measuring.environment import readable_tf32
@@ -68,7 +68,7 @@ def trace(
             raise _refused(model, error) from error
     caught: list[warnings.WarningMessage] = []
     try:
-        traced = _export(model, args, kwargs, symbols, in_spec, caught)
+        traced = with_lengths(lambda: _export(model, args, kwargs, symbols, in_spec, caught))
     except (BufferAssignmentError, ParameterWriteError, RegistrationError):  # running uncaptured would not help
         raise
     except Exception as error:  # export may raise anything; then the fallback decides
@@ -169,7 +169,7 @@ def _export(
         try:
             with _quiet(caught), readable_tf32(), _plain_signature(model, args, kwargs) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
-                with registrations_refused(model), assignments.recorded(), symbolic_lengths():
+                with registrations_refused(model), assignments.recorded():
                     exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             break
         except (RuntimeError, TypeError) as error:

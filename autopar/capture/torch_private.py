@@ -82,6 +82,11 @@ def symbol_of(size: Any) -> sympy.Symbol | None:
     return expression if isinstance(expression, sympy.Symbol) else None
 
 
+def hint_of(value: Any) -> Any:
+    """The number that a traced size has in the traced call; other values as they are. (int() would fix the size.)"""
+    return value.node.hint if isinstance(value, torch.types.py_sym_types) else value
+
+
 def symbols_in(value: Any) -> set[sympy.Symbol]:
     """All symbols in the sizes and strides of a traced value (a tensor, a number, or a list of them)."""
     if isinstance(value, torch.types.py_sym_types):

@@ -7,7 +7,7 @@ equal model for an equal call is a copy of the first one's graph over the second
     export(model b) -> the kept graph, copied, with b's tensors in place of the meta tensors
 
 What is not sure to be equal is exported anew: models with hooks, hints or attributes of unknown types, and models whose
-code warned while it was traced.
+code warned while it was traced, or took lengths of tensors.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import fx, nn
 
 from autopar.capture.export import Traced
 from autopar.capture.repeated_layers import trace_once
+from autopar.capture.symbolic_lengths import met_a_symbol
 from autopar.capture.torch_private import tree_flatten
 from autopar.hints.shard import hinted_modules
 
@@ -64,7 +65,7 @@ class SharedExports:
             return _copied(kept, {id(tensor): own[name] for name, tensor in tensors.items()})
         traced = self._export(model, args, kwargs, dims, in_spec, told)
         asked = getattr(getattr(torch.is_autocast_enabled, "__self__", None), "asked", None)  # by the model's code
-        if not told and not asked:
+        if not told and not asked and not met_a_symbol():
             meta = {name: _on_meta(tensor) for name, tensor in _tensors(model).items()}
             memo = {id(tensor): meta[name] for name, tensor in _tensors(model).items()}
             self._kept[key] = _copied(traced, memo), meta

@@ -28,7 +28,7 @@ from autopar.analysis.batch_proof import OutputCombination, Walk, combination, p
 from autopar.analysis.batching import VARIATIONS, Batching, study, study_again
 from autopar.analysis.compared_outputs import combined_nodes
 from autopar.analysis.node_values import probe
-from autopar.analysis.operators import bases, is_random, replicable_nodes, written_arguments
+from autopar.analysis.operators import bases, is_random, nested_block, replicable_nodes, written_arguments
 from autopar.analysis.placed_graph import PlacedGraph
 from autopar.analysis.sample_states import Mean, Mixed, Unproven
 from autopar.analysis.varied_samples import varied
@@ -140,6 +140,7 @@ class _Cut:
                 return False
             self._tail.add(node)
             pending += [user for user in node.users if user.op != "output"]
+            pending += [n for written in written_arguments(node) for n in self._written_before(node, written)]
             # A value that micro-batches cannot hand over is computed by the tail, too.
             pending += [source for source in node.all_input_nodes if not self._can_be_handed_over(source)]
         first = min(self._tail, key=self._order.__getitem__)
@@ -172,7 +173,8 @@ class _Cut:
         for node in self._computed_by_tail():
             if node not in in_tail:
                 for written in written_arguments(node):
-                    in_tail[written] = tail.call_function(aten.clone.default, (in_tail[written],))
+                    if written not in self._tail:
+                        in_tail[written] = tail.call_function(aten.clone.default, (in_tail[written],))
                 in_tail[node] = tail.node_copy(node, in_tail.__getitem__)
         flat = self._flat[: self._program.n_outputs]
         returned = tuple(in_tail[x] if isinstance(x, fx.Node) else x for x in flat)
@@ -220,6 +222,8 @@ class _Cut:
         """For a mean over targets that are not ignored: its cross-entropy, its targets and what is ignored."""
         state = self._walk.states[node]
         mean = state.counted if isinstance(state, Mean) else node if isinstance(state, Unproven) else None
+        if mean is node and any(map(self._size_depends_on_values, node.all_input_nodes)):
+            return None
         found = None if mean is None else cross_entropy_arguments(mean)
         if found is not None and found.weight is None:
             assert mean is not None
@@ -289,25 +293,29 @@ class _Cut:
     def _is_known(self, node: fx.Node) -> bool:
         """Whether the tail may compute `node` from the inputs of the call."""
         if node.op == "placeholder":
-            return node in self._replicable
-        if node.op == "get_attr" or node not in self._replicable:
+            return node in self._replicable  # no operator writes into it
+        if node.op == "get_attr":
+            return isinstance(get_attribute(self._module, str(node.target)), fx.GraphModule)  # of a block of operators
+        if node not in self._replicable:
             return False
         return all(self._is_known(source) for source in node.all_input_nodes)
 
     def _may_be_in_tail(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        is_operator = isinstance(node.target, torch._ops.OpOverload) or is_getitem(node)
-        if node.op != "call_function" or not (is_operator or isinstance(value, torch.types.py_sym_types)):
+        block = nested_block(node)
+        if block is not None and any(written_arguments(inner) for inner in block[0].graph.nodes):
             return False
-        if is_random(node, self._module) or not all(self._may_write(node, w) for w in written_arguments(node)):
+        inside = [node] if block is None else [n for n in block[0].graph.nodes if n.op not in ("placeholder", "output")]
+        module = self._module if block is None else block[0]
+        if not all(_is_plain(inner, module) for inner in inside):
             return False
         return not any(self._is_matrix(source) for source in node.all_input_nodes)
 
-    def _may_write(self, writer: fx.Node, written: fx.Node) -> bool:
-        """Whether the tail may let `writer` overwrite a copy of `written`: nothing else from before is in that
-        memory."""
+    def _written_before(self, writer: fx.Node, written: fx.Node) -> list[fx.Node]:
+        """What is in the memory that `writer` overwrites, and must therefore be computed by the tail, too. Nothing,
+        where it may overwrite a copy of `written`: no other value from before is there."""
         before = [n for n in self._walk.memory.sharing(written) if self._order[n] < self._order[writer]]
-        return written.op == "call_function" and before == [written] and written not in self._returned()
+        is_alone = written.op == "call_function" and before == [written] and written not in self._returned()
+        return [] if is_alone else before
 
     def _is_matrix(self, node: fx.Node) -> bool:
         """Whether `node` is a parameter with more dimensions than a tail reads, or a view of one."""
@@ -325,6 +333,14 @@ class _Cut:
                 needed.add(node)
                 pending += [s for s in node.all_input_nodes if s.op != "placeholder" and self._is_known(s)]
         return sorted(needed, key=self._order.__getitem__)
+
+
+def _is_plain(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether `node` is an operator of torch, or computes with sizes, and draws nothing."""
+    value = node.meta.get("val")
+    is_operator = isinstance(node.target, torch._ops.OpOverload) or is_getitem(node) or nested_block(node) is not None
+    is_operator = is_operator or isinstance(value, torch.types.py_sym_types)
+    return node.op == "call_function" and is_operator and not is_random(node, module)
 
 
 def _drop_unused(graph: fx.Graph, free: Iterable[fx.Node]) -> None:

@@ -45,7 +45,8 @@ def placeholders_first(graph: fx.Graph) -> None:
 def _with_tensors_on(place: torch.device, module: fx.GraphModule) -> fx.GraphModule:
     """The graph over tensors of its own, such as weights of classes, that are copied to `place`."""
     attributes = module.graph.find_nodes(op="get_attr")
-    elsewhere = [node for node in attributes if get_attribute(module, str(node.target)).device != place]
+    values = {node: get_attribute(module, str(node.target)) for node in attributes}
+    elsewhere = [node for node, value in values.items() if isinstance(value, torch.Tensor) and value.device != place]
     if not elsewhere:
         return module
     graph = fx.Graph()

@@ -71,6 +71,39 @@ SPLIT: dict[str, Forward] = {
     "log-likelihood": lambda m, h, y, _: functional.nll_loss(m.last(h).log_softmax(-1), y) + 1,
     "routed": lambda m, h, y, mask: h.index_put((mask.nonzero()[:, 0],), m.last(h[mask])).square(),
 }
+
+
+def without_gradients(m: TwoLayers, h: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    scores = m.last(h) @ m.other(h).T
+    with torch.no_grad():
+        targets = (scores / 2).softmax(1).T.contiguous()
+    return functional.cross_entropy(scores, targets)
+
+
+def own_diagonal(m: TwoLayers, h: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    scores = m.last(h) @ m.other(h).T
+    scores.fill_diagonal_(-10.0)
+    return scores.logsumexp(1)
+
+
+def first_column(m: TwoLayers, h: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    scores = m.last(h) @ m.other(h).T
+    scores[:, 0] = 0.0
+    scores.mul_(2).add_(1)
+    return scores
+
+
+def view_before_a_write(m: TwoLayers, h: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    scores = m.last(h) @ m.other(h).T
+    turned = scores.T
+    scores.add_(1)
+    return turned * 2
+
+
+def one_class_a_selected_sample(m: TwoLayers, h: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(m.last(h)[mask], y[mask].clamp(min=0))
+
+
 # Split, but for an end that needs the whole batch: means over different numbers, or over numbers that values decide.
 SPLIT_BUT_FOR_THE_END: dict[str, Forward] = {
     "and a mean of samples": lambda m, h, y, _: cross_entropy(m, h, y) + m.other(h).square().mean(),
@@ -84,12 +117,17 @@ SPLIT_BUT_FOR_THE_END: dict[str, Forward] = {
     "of selected entries": lambda m, h, y, mask: torch.masked_select(m.last(h), mask[:, None]).square().mean(),
     "divided by a count": lambda m, h, y, mask: (m.last(h).square().mean(1) * mask).sum() / mask.sum(),
     "times reciprocal": lambda m, h, y, mask: m.last(h)[mask].square().sum() * mask.sum().reciprocal(),
+    "without gradients": without_gradients,
+    "first column": first_column,
+    "view before a write": view_before_a_write,
+    "one class a selected sample": one_class_a_selected_sample,
     "similarity": lambda m, h, y, _: m.last(h) @ m.other(h).T,
     "contrast": lambda m, h, y, _: functional.cross_entropy(m.last(h) @ m.other(h).T, torch.arange(len(h))),
     "centred": lambda m, h, y, _: (m.last(h) - m.last(h).mean(0)) * m.other.bias,
 }
 # Not split: values decide a number before a layer, or an operator whose code is not known relates samples.
 WHOLE: dict[str, Forward] = {
+    "own diagonal": own_diagonal,  # torch.export traces it for one batch size
     "of duplicates": lambda m, h, y, _: m.last(times_duplicates(h)),
     "centred before a layer": lambda m, h, y, _: m.last(h - h.mean(0)),
     "with a backward of its own": lambda m, h, y, _: m.last(Normalised.apply(h)).square().mean(),
@@ -97,8 +135,8 @@ WHOLE: dict[str, Forward] = {
 
 
 def steps_apart(returned: Forward) -> tuple[float, int]:
-    """The largest difference of losses and gradients from the plain model's in two steps; micro-batches. Of the first
-    batch every target counts, of the second some."""
+    """The largest difference of losses and gradients from the plain model's in two steps, relative to the largest
+    entry; micro-batches. Of the first batch every target counts, of the second some."""
     torch.manual_seed(0)
     plain = TwoLayers(returned)
     model = copy.deepcopy(plain)
@@ -118,7 +156,7 @@ def steps_apart(returned: Forward) -> tuple[float, int]:
         for a, b in [tuple(results), *grads]:
             assert (a is None) == (b is None)
             if a is not None and b is not None:
-                apart = max(apart, float((a - b).abs().max()))
+                apart = max(apart, float((a - b).abs().max() / (1 + a.abs().max())))
     return apart, pipelined.plan.n_microbatches
 
 

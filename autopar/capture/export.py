@@ -10,12 +10,14 @@ import logging
 import os
 import re
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
 from torch.export import Dim
 
@@ -33,6 +35,7 @@ from cost_models.measuring.environment import readable_tf32
 log = logging.getLogger(__name__)
 
 # Files whose warnings are about tracing itself: torch, and contextlib, where a wrong stack level puts some of them.
+_CHECKPOINT_FILE = inspect.getfile(torch.utils.checkpoint)
 _TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
 
 Tracers = Literal["export", "symbolic_trace", "both"]  # "both": symbolic_trace where export refuses
@@ -72,15 +75,27 @@ def trace(
     except (BufferAssignmentError, ParameterWriteError, RegistrationError):  # running uncaptured would not help
         raise
     except Exception as error:  # export may raise anything; then the fallback decides
+        refused = _refused(model, error)
+        _end_checkpoints(error)
         if isinstance(error, RefusedError) or tracers == "export":
-            raise _refused(model, error) from error
+            raise refused from error
         log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
         try:
             return _symbolic_trace(model, args, kwargs)
         except Exception:
-            raise _refused(model, error) from error
+            raise refused from error
     issue_again(caught)
     return traced
+
+
+def _end_checkpoints(error: BaseException) -> None:
+    """End the checkpoints whose function has raised `error`. torch 2.11 leaves that to the garbage collector, and the
+    next forward would run under their hooks on saved tensors."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            for value in frame.f_locals.values():
+                if isinstance(value, types.GeneratorType):
+                    value.close()
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

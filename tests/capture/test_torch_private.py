@@ -362,6 +362,8 @@ def test_traced_values_are_specialised_symbol_by_symbol() -> None:
     assert torch_private.symbols_in([x, n]) == {rows, columns, number}
     folded = next(v for v in values.values() if isinstance(v, torch.Tensor) and v.dim() == 2)
     assert torch_private.symbol_of(folded.shape[0]) is None
+    assert (torch_private.hint_of(folded.shape[0]), torch_private.hint_of(2)) == (12, 2)
+    assert torch_private.symbols_in(torch_private.at_sizes(folded, {columns: rows})) == {rows}
     at_seven = torch_private.at_sizes(folded, {columns: 7})
     assert torch_private.symbols_in(at_seven) == {rows}
     assert at_seven.shape[0].node.hint == 3 * 7

@@ -135,6 +135,9 @@ CASES = {
     "clip": Case(clip, clip_batch, {"text_model": 0, "vision_model": 1}, {"return_loss": True}),
 }
 
+QUICK = ("contrast", "pretraining")
+GIVEN = [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()]
+
 
 def pair(case: Case, **options: Any) -> tuple[nn.Module, Any]:
     """The plain model, and a pipelined copy in two stages and three micro-batches."""
@@ -155,7 +158,7 @@ def gradients_apart(plain: nn.Module, pipelined: nn.Module) -> float:
     return max(apart(a, b) for a, b in pairs) / max(float(a.abs().max()) for a, _ in pairs if a is not None)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", GIVEN)
 def test_losses_outputs_and_gradients_of_several_batches_are_the_plain_models(case: Case) -> None:
     plain, pipelined = pair(case)
     for seed, rows in enumerate((6, 6, 7, 1)):
@@ -169,7 +172,7 @@ def test_losses_outputs_and_gradients_of_several_batches_are_the_plain_models(ca
 
 
 @pytest.mark.filterwarnings("ignore:the loss is computed on the whole batch")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", GIVEN)
 def test_train_step_computes_the_loss_that_the_model_returns(case: Case) -> None:
     plain, pipelined = pair(case)
     for seed in range(2):
@@ -215,6 +218,7 @@ def test_inputs_of_the_model_and_of_its_end_get_their_gradients() -> None:
     assert pipelined.plan.n_microbatches == 3
 
 
+@pytest.mark.slow
 def test_other_sizes_keep_the_end_of_the_model() -> None:
     case = CASES["pretraining"]
     plain, pipelined = pair(case)

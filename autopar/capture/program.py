@@ -92,12 +92,13 @@ class Program:
     graph_module: fx.GraphModule
     inputs: tuple[Input, ...]
     in_spec: torch_private.TreeSpec
-    out_spec: torch_private.TreeSpec
+    out_spec: torch_private.TreeSpec  # of what the model returns
     training: bool
     batch_size: int  # number of samples in the captured call; 0 if no input has a batch dimension
     any_batch: bool  # whether the graph also runs at other batch sizes, except 1
     guards: Callable[..., Any]  # raises AssertionError for flat inputs that the model treats by other code
-    n_outputs: int  # number of flat outputs of the model; the graph returns the counts of `weights` after them
+    # Flat outputs of the graph before the counts of `weights`: the model's, unless a tail makes those of them.
+    n_outputs: int
     weights: dict[int, int]  # flat output that is a mean -> flat output with the number of elements averaged
     device: torch.device  # of the graph's constants: where all tensors were for the model's code at capture
     shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # calls with a shard hint

@@ -191,8 +191,8 @@ class _Cut:
         for node in self._returned():
             if node not in self._tail:
                 sources[node] = ("output", outputs.setdefault(node, len(outputs)))
-        computed = self._computed_by_tail()
-        read = {source: None for node in computed for source in node.all_input_nodes}
+        computed = dict.fromkeys(self._computed_by_tail())
+        read = dict.fromkeys(source for node in computed for source in node.all_input_nodes)
         for source in read:
             if source in inputs:
                 sources.setdefault(source, ("input", inputs[source]))

@@ -95,7 +95,9 @@ class SymbolicProgram:
                 sizes.append((traced, leaf))
         found = {s: size for traced, size in sizes if (s := torch_private.symbol_of(traced)) is not None}
         known: dict[sympy.Symbol, int | sympy.Symbol] = {s: size for s, size in found.items() if s not in batches}
-        known |= {symbol: first for first in [*batches][:1] for symbol in batches if symbol is not first}
+        batch, *others = batches or [None]
+        if batch is not None:
+            known |= dict.fromkeys(others, batch)
         for traced, size in sizes:
             if isinstance(traced, torch.SymInt) and torch_private.at_sizes(traced, known) != size:
                 return None

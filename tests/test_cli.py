@@ -458,6 +458,7 @@ def test_the_demo_plans_reports_and_compares(tiny_demo: None, monkeypatch: pytes
     assert "tiny" in err
 
 
+@pytest.mark.slow
 def test_page_and_terminal_of_the_demo_show_one_value_for_the_measured_step(
     tiny_demo: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

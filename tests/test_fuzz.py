@@ -106,6 +106,7 @@ def test_a_mutated_plan_file_is_refused_or_prints_saves_and_explains_itself(data
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 @settings(few)
 @given(st.data())
 def test_a_mutated_plan_file_runs_as_it_prints_or_not_at_all(data: st.DataObject) -> None:
@@ -282,6 +283,7 @@ def test_a_plan_from_mutated_measurements_is_a_plan(cache: Path, data: st.DataOb
         cache.write_bytes(content)
 
 
+@pytest.mark.slow
 @settings(few, max_examples=examples(12))
 @given(st.data())
 def test_a_damaged_cache_is_no_obstacle(cache: Path, data: st.DataObject) -> None:
@@ -367,6 +369,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("fuzzed", None)
 
 
+@pytest.mark.slow
 @settings(few)
 @given(command_lines())
 @pytest.mark.usefixtures("_files")

@@ -186,6 +186,7 @@ def test_any_other_amount_of_memory_is_refused(nonsense: Any) -> None:
         PlanOptions(memory_limit=nonsense)
 
 
+@pytest.mark.slow
 def test_every_call_takes_an_amount_of_memory_as_text_and_an_optimizer_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     adam = torch.optim.Adam(model.parameters(), amsgrad=True)

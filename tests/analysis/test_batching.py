@@ -497,6 +497,7 @@ def test_routing_by_value_is_compared_and_the_plan_says_so() -> None:
     assert any("without a proof" in note and "test_batching.py" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_plans_given_say_once_that_their_split_is_not_proven() -> None:
     torch.manual_seed(0)
     x = torch.randn(12, 8)

@@ -50,6 +50,7 @@ def unruled(case: Case) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES, ids=[case.name.replace(" ", "-") for case in FAMILIES])
 def test_every_operator_of_the_families_has_a_rule_but_those_known(case: Case) -> None:
     new = {name: call for name, call in unruled(case).items() if name not in KNOWN}

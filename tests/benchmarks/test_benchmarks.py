@@ -73,6 +73,7 @@ def test_ratio_pairs_the_times_of_a_round() -> None:
     assert ratio([3.0, 6.0, 3.0], [1.0, 2.0, 1.5]) == 3.0
 
 
+@pytest.mark.slow
 @given(st.floats(-10, 10), st.floats(-10, 10))
 def test_slope_is_that_of_the_line_the_points_lie_on(steepness: float, offset: float) -> None:
     xs = [2, 4, 8, 16, 32]
@@ -377,6 +378,7 @@ def test_torchgpipe_steps_with_one_worker_and_with_one_a_stage_compute_what_the_
     assert max(error for row in rows for error in (row.loss_error, row.gradient_error)) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_system_that_computes_something_else_is_found(without_gpipe: None, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = peers._train_step
     monkeypatch.setattr(peers, "_train_step", lambda *args: lambda: honest(*args)() * 1.1)

@@ -284,6 +284,7 @@ def test_hooks_that_the_code_registers_are_not_registered_twice() -> None:
         assert_same_outputs(model(x), expected)
 
 
+@pytest.mark.slow
 def test_modules_with_several_names_are_captured_by_export_and_watched_under_each() -> None:
     model, x = SharedModules(CountingLinear), torch.randn(3, 12)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -296,6 +297,7 @@ def test_modules_with_several_names_are_captured_by_export_and_watched_under_eac
     assert_same_outputs(program.graph_module(x)[0], model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_models_with_any_signature_are_captured(rows: int) -> None:
     class Model(nn.Module):

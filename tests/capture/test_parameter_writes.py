@@ -123,6 +123,7 @@ def test_a_write_is_refused_by_the_parameters_name_and_changes_nothing(writer: t
     assert bool((model.up.weight == 1).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [None, SPLIT], ids=["searched", "given"])
 @pytest.mark.parametrize("make", [lambda: CastByModule(torch.float32), OwnData], ids=["cast", "data"])
 def test_a_parameter_that_is_assigned_its_own_data_trains_as_in_the_plain_model(make: Any, plan: Plan | None) -> None:

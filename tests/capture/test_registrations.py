@@ -195,6 +195,7 @@ class Late(nn.Module):
         return self._use(self.part, x) if x.sum() > 100 else x
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 @pytest.mark.parametrize(
     ("use", "part", "named"),

@@ -60,6 +60,7 @@ def reduced(model: nn.Module, limit: int) -> tuple[Program, ReducedGraph]:
     return program, reduce_graph(program.graph_module, study(program, [x]).shapes, set(), grad, limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [4, 7])
 def test_a_folded_stack_is_a_stack_of_three_layers(n: int) -> None:
     """First, middle and last stay. With equal weights everywhere, it computes what three layers compute."""
@@ -97,6 +98,7 @@ def test_each_left_out_node_has_the_value_of_its_representative_where_weights_ar
         torch.testing.assert_close(value, values[folded.kept(name)])
 
 
+@pytest.mark.slow
 def test_a_layer_with_another_constant_is_not_folded_or_measured_for_others() -> None:
     model = Stack(9, odd=4)
     folded = fold(captured(model).graph_module)

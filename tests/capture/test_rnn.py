@@ -82,6 +82,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -100,6 +101,7 @@ def test_layer_by_layer_gives_the_bits_of_the_stack(kind: str, options: dict[str
         assert_same_bits(results[0], results[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_states_are_taken_by_their_layers(kind: str) -> None:
     model = Stacked(kind, bidirectional=True)
@@ -149,6 +151,7 @@ def test_only_dropout_between_layers_is_random() -> None:
     assert not any(operator_name(n) == "dropout" for n in captured(Stacked("gru", dropout=0.3).eval(), 4).graph.nodes)
 
 
+@pytest.mark.slow
 def test_final_states_that_nobody_reads_are_not_made() -> None:
     class OutputOnly(Stacked):
         def forward(self, x: torch.Tensor, hx: Any = None) -> Any:
@@ -159,6 +162,7 @@ def test_final_states_that_nobody_reads_are_not_made() -> None:
     assert names.count("getitem") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_nodes_are_described_like_their_neighbours(kind: str) -> None:
     """Shapes, dtypes and open sizes are those seen in runs of two batch sizes."""

@@ -70,6 +70,7 @@ def test_a_length_is_the_size_of_the_call(returned: Forward) -> None:
         torch.testing.assert_close(program.graph_module(*bound[0])[0], model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returned", FIXED.values(), ids=FIXED.keys())
 def test_code_that_needs_a_number_gets_one_and_the_graph_serves_this_size_alone(returned: Forward) -> None:
     model, x, other = Measures(returned), torch.randn(3, 4), torch.randn(6, 4)

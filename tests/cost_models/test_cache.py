@@ -505,6 +505,7 @@ def test_a_cache_whose_names_are_damaged_keeps_what_is_put(tmp_path: Path, damag
         assert store.get("new") == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:measurement cache")
 def test_whatever_bytes_of_a_cache_are_damaged_it_keeps_what_is_put(tmp_path: Path) -> None:
     path = tmp_path / "cache.sqlite"

@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -65,6 +66,7 @@ class _Steps(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_copies_of_one_graph_may_be_called_first_by_several_threads_at_once() -> None:
     """They share the graph's nodes, into which torch writes while it makes code."""
     module, x, n_threads = fx.symbolic_trace(_Steps()), torch.ones(2, 2, dtype=torch.float64), 4

@@ -69,6 +69,7 @@ def test_a_fused_step_moves_least_and_launches_least(name: str) -> None:
     assert optimizer_step_temporaries(name, [(1 << 20,)], implementation="fused") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("adafactor", "rprop")])
 @pytest.mark.parametrize("how", ["foreach", "for-loop"])
 def test_temporaries_are_what_a_step_on_a_cpu_allocates(name: str, how: Implementation) -> None:

@@ -400,6 +400,7 @@ IDEAL = Efficiency(
 )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**12), st.integers(1, 10**9), st.floats(1e9, 1e15), st.floats(1e8, 1e13))
 def test_a_kernel_takes_as_long_as_the_slower_roof_and_its_launch(
     flops: int, nbytes: int, peak: float, bandwidth: float

@@ -59,6 +59,7 @@ def by_clock(cluster: Cluster, messages: Sequence[MeshSend]) -> list[float]:
     return [a + b for a, b in zip(latencies, latest, strict=True)]
 
 
+@pytest.mark.slow
 @given(clusters(), st.data())
 def test_sends_take_as_long_as_their_busiest_card(cluster: Cluster, data: st.DataObject) -> None:
     names = [device.name for device in cluster.devices]

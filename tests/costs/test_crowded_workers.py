@@ -115,6 +115,7 @@ def test_what_still_disagrees_is_kept_with_its_lowest_and_said_in_the_log(
     assert "disagree; keeping the lowest" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_long_measurements_average_out_disturbances_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     times = FakeTimes(per_row=1e-2)

@@ -76,6 +76,7 @@ def strategy(**more: Any) -> AutoparStrategy:
     return AutoparStrategy(["cpu", "cpu"], plan=PLAN, cache=False, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -180,6 +180,7 @@ def test_arguments_of_the_trainer_act_as_on_the_plain_model(name: str, more: dic
         assert_same(*both)
 
 
+@pytest.mark.slow
 def test_metrics_get_the_predictions_of_the_plain_model(tmp_path: Path) -> None:
     family = FAMILIES["bert"]
     seen: list[Any] = []

@@ -68,6 +68,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("replicated", [False, True], ids=["stages", "replicas"])
 @pytest.mark.parametrize("name", ["dropout", "attention", "other kinds"])

@@ -89,6 +89,7 @@ def gathered_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "again"),
     [

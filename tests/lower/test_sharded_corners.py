@@ -79,6 +79,7 @@ def assert_same_tensors(model: nn.Module, original: nn.Module) -> None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_mesh
 def test_momentum_accumulation_and_clipping_train_as_the_original_does(meshes: Meshes) -> None:
     model, original, pm, _ = twice(meshes)
@@ -177,6 +178,7 @@ def test_evaluation_between_steps(meshes: Meshes) -> None:
     assert_same_step(model, pm.train(), x, tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_running_statistics_stay_the_models_between_training_and_evaluation() -> None:
     model, x = Convolutions().double(), torch.randn(8, 3, 8, 8, dtype=torch.float64)
     original, pm = copy.deepcopy(model), pipeline(model, x, ((2, 2),), n_microbatches=1)
@@ -203,6 +205,7 @@ def test_after_an_error_the_next_call_is_as_if_nothing_had_been(meshes: Meshes) 
     assert_same_step(model, pm, x, tolerance=1e-9)
 
 
+@pytest.mark.slow
 @each_mesh
 def test_nothing_is_kept_of_a_module_that_nobody_has_any_more(meshes: Meshes) -> None:
     model, original, pm, x = twice(meshes)

@@ -194,6 +194,7 @@ def test_deferred_batch_norm_leaves_the_statistics_of_the_batch() -> None:
     assert int(model.norm1.num_batches_tracked) == 1
 
 
+@pytest.mark.slow
 def test_writes_stay_in_place_only_where_somebody_sees_them() -> None:
     def in_place(build: Callable[[], nn.Module], *shape: int) -> set[str]:
         model, x = build().eval(), torch.randn(shape)

@@ -354,6 +354,7 @@ def test_zero_makes_a_mesh_of_the_replicas_of_a_stage_as_a_plan_by_hand_has_it(z
     assert [s.sharding and s.sharding.mesh for s in found.with_(zero=0).stages] == [(2,), (2,)], "it stays a mesh"
 
 
+@pytest.mark.slow
 def test_zero_leaves_a_stage_of_one_device_as_it_is() -> None:
     found = replicated(4, 2, 1).with_(zero=1)
     first, second = found.stages

@@ -270,6 +270,7 @@ def test_a_split_of_a_module_that_is_not_there_blames_no_other() -> None:
         plan.check_model(TwoTowers())
 
 
+@pytest.mark.slow
 def test_more_micro_batches_than_samples_are_refused_where_a_plan_is_priced() -> None:
     plan, x = Plan.from_split({"0": 0, "2": 1}, n_microbatches=5), torch.randn(4, 16)
     for devices in (autopar.Cluster.preset("2xH100"), ["cpu", "cpu"]):

@@ -17,6 +17,7 @@ from autopar.sharding.stage_sharding import Exchange, Passage, StageSharding, Te
 FORMAT_5 = Path(__file__).parent / "format_5"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["by_hand", "tensor", "two_nodes"])
 def test_a_file_of_format_5_is_still_read_with_its_price_and_the_present_one_is_shorter(name: str) -> None:
     """Written by the version of autopar that had format 5, from Llamas of 4 layers; the checksum says that nothing

@@ -411,6 +411,7 @@ def test_an_edited_plan_loses_its_predictions(edit: Callable[[Data], object]) ->
     assert "no predictions" in str(found)
 
 
+@pytest.mark.slow
 def test_predictions_of_an_edited_plan_come_back_by_pricing_it() -> None:
     model, x = mlp(), torch.randn(8, 16)
     plan = priced_mlp()
@@ -422,6 +423,7 @@ def test_predictions_of_an_edited_plan_come_back_by_pricing_it() -> None:
     assert "no predictions" not in str(priced)
 
 
+@pytest.mark.slow
 def test_options_of_a_call_that_replace_decisions_drop_the_predictions() -> None:
     plan = priced_mlp()
     pm = autopar.parallelize(mlp(), ["cpu", "cpu"], plan=plan, n_microbatches=2)

@@ -63,6 +63,7 @@ def test_tokens_count_where_the_model_reads_them() -> None:
     assert result["auto"].throughput == pytest.approx(16 * 32 / result["auto"].seconds)
 
 
+@pytest.mark.slow
 def test_communication_is_that_of_the_stages_exchanges() -> None:
     cluster = Cluster.preset("4xH100")
     hand = Plan.by_hand(mlp(), cluster, data=2, tensor=2, micro_batch=8, recompute="stage", **CALL)
@@ -75,6 +76,7 @@ def test_communication_is_that_of_the_stages_exchanges() -> None:
     assert row.communication == pytest.approx(4 * (each + again) + once)
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_said_and_not_the_fastest() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(20_000, 20_000) for _ in range(4)))
@@ -120,6 +122,7 @@ def test_a_memory_limit_holds_for_plans_by_hand_too() -> None:
         assert ("hand does not fit: it needs" in str(result)) != fits
 
 
+@pytest.mark.slow
 def test_plans_by_hand_are_shown_where_no_plan_of_the_search_fits(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(20_000, 20_000) for _ in range(4)))

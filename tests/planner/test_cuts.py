@@ -166,6 +166,7 @@ def test_merging_makes_one_atom_of_what_waits_for_each_other() -> None:
     assert graph.values[0].consumers == (1, 3)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(10), deadline=None)
 @given(graphs(11), st.integers(2, 3))
 def test_refining_ends_between_the_first_plan_and_the_best_of_all(graph: AtomGraph, devices: int) -> None:

@@ -176,6 +176,7 @@ def test_selection_agrees_with_an_integer_program_on_any_graph(seed: int) -> Non
         assert_least(choices, memory, least_by_integer_program(choices, memory))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_layers", [2, 3])
 def test_selection_agrees_with_an_integer_program_on_a_transformer(n_layers: int) -> None:
     choices = transformer(n_layers, options=6, labels=3)

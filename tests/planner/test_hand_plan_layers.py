@@ -133,6 +133,7 @@ def by_hand(model: nn.Module, **stages: Any) -> Plan:
     return Plan.by_hand(model, ["cpu"] * stages["pipeline"], data=1, micro_batch=2, **stages, **call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages"),
     [

@@ -338,6 +338,7 @@ class Routed(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [["cpu", "cpu"], Cluster.preset("2xH100")])
 def test_a_model_whose_sizes_depend_on_values_is_refused_in_words(devices: Any) -> None:
     with pytest.raises(InputError, match="the shape of its result depends on values"):

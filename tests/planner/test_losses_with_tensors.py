@@ -112,6 +112,7 @@ def test_prices_do_not_depend_on_where_the_tensors_of_a_loss_are(
     assert prices(plan(on_meta(layers()), make(as_is), x, y)) == expected
 
 
+@pytest.mark.slow
 def test_a_loss_counts_the_kernels_that_its_tensors_need() -> None:
     wide = torch.rand(16, 4096)
 
@@ -135,6 +136,7 @@ def test_planning_leaves_the_tensors_of_a_loss_as_they_are(rows: int) -> None:
     assert keeping.last is None
 
 
+@pytest.mark.slow
 def test_a_gradient_scaler_is_not_set_up_without_values() -> None:
     scaler = torch.amp.GradScaler("cpu")
     weight = torch.rand(16)
@@ -149,6 +151,7 @@ def test_a_gradient_scaler_is_not_set_up_without_values() -> None:
     assert loss.item() == pytest.approx(scaler.get_scale() * functional.cross_entropy(X, CLASSES, weight).item())
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_step_on_one_device_has_such_a_loss() -> None:
     call: dict[str, Any] = {"example_args": (X,), "target": CLASSES, "optimizer": "adam"}
     peaks = [

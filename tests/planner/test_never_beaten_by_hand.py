@@ -75,6 +75,7 @@ def test_no_plan_by_hand_is_faster_than_the_automatic_one(case: Case) -> None:
         assert automatic <= step_time(plan) * SAME, degrees
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

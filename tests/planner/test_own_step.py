@@ -86,6 +86,7 @@ def small_plans(draw: st.DrawFn) -> Plan:
     return as_plan(costs, searching.atoms, arrangement, step, step.one_copy().timeline(), conditions.optimizer)
 
 
+@pytest.mark.slow
 @given(plan=small_plans(), factor=st.sampled_from([1.0, 0.3, 4.0]))
 def test_the_timeline_of_a_plan_s_own_numbers_is_its_predicted_step(plan: Plan, factor: float) -> None:
     """However uneven its micro-batches, also of a plan from a file and of one that is scaled to measured steps."""

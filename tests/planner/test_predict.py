@@ -116,6 +116,7 @@ def test_each_end_of_a_message_between_processes_takes_its_time(
     assert saved.timeline().step_time == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_where_messages_take_longer_there_are_fewer_and_none_if_that_is_faster() -> None:
     options = SearchOptions(max_replicas=1, loss_inside=True)
     by_handling = {h: make_plan(on_ranks(line_of(*[0.1] * 8), h), options) for h in (0.0, 0.01, 0.1, 10.0)}

@@ -265,6 +265,7 @@ def test_stages_that_share_a_weight_within_one_process_pay_for_the_way_of_its_gr
     assert added == pytest.approx((1 << 20) * costs.accumulate)
 
 
+@pytest.mark.slow
 def test_a_tied_weight_on_meshes_is_reduced_once_in_every_stage_that_has_it() -> None:
     m = 4
     with torch.device("meta"):

@@ -68,6 +68,7 @@ AS_ROWS = COLUMNS | {"mul": "S1 S1 -> S1", "add": "S1 S1 -> S1", "linear_3": "S1
 AS_ROWS |= {f"linear{i}": "R S0 -> S1" for i in ("", "_1", "_2")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("viewed", [False, True])
 def test_devices_keep_the_bytes_that_are_priced(viewed: bool) -> None:
     model, x = Layer(viewed=viewed), torch.randn(SAMPLES, LENGTH, HIDDEN)

@@ -73,6 +73,7 @@ def names(core: frozenset[fx.Node]) -> list[str]:
 # -- the cores --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_core_goes_from_the_product_of_queries_and_keys_to_the_product_with_values() -> None:
     cores = attention_cores(graph_of(Blocks(3), torch.zeros(2, 8, HIDDEN)))
     assert [names(core) for core in cores] == [["div", "dropout", "matmul", "matmul", "softmax"]] * 3

@@ -36,6 +36,7 @@ def step(overlap: str, **degrees: int) -> float:
     return plan.predicted_step_time
 
 
+@pytest.mark.slow
 def test_a_serial_stage_takes_what_its_layers_take_alone() -> None:
     """The oracle lays the kernels of each layer by themselves; the loss counts to the sum."""
     example = example_ahead(Language(3), (torch.zeros(16, 64, dtype=torch.long),), {}, batch_dim=None)

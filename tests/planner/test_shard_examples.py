@@ -131,6 +131,7 @@ class Product(nn.Module):
         return self.matmul(x, self.w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "slices"),
     [

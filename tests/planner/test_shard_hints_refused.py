@@ -128,6 +128,7 @@ def test_devices_left_over_are_reported() -> None:
     assert sum(code == REPLICATE for code in layouts[0]) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_otherwise_is_refused() -> None:
     x = torch.randn(8, 8)
     model = nn.Sequential(autopar.shard(nn.Linear(8, 8), ((4, 1),), parameter_plan={"weight": (2, 2)}), nn.ReLU())

@@ -252,6 +252,7 @@ def test_more_shards_never_make_a_plan_slower(
         assert more <= fewer * 1.011  # plans within 1 % count as equally fast, and the simpler one is taken
 
 
+@pytest.mark.slow
 def test_workers_of_one_cpu_gain_no_time_by_sharding_and_are_not_sharded_unasked() -> None:
     free = autopar.plan(big_layer(), DEVICES, **CALL, tune=0)
     assert set(shards(free)) == {1}
@@ -409,6 +410,7 @@ def test_pinned_stages_with_hints_have_meshes_of_their_own_width() -> None:
     assert shards(autopar.plan(model, DEVICES, example_args=CALL["example_args"], max_shards=2)) == [2, 2]
 
 
+@pytest.mark.slow
 def test_micro_batches_that_are_uneven_have_no_meshes_and_the_plan_says_so() -> None:
     plan = autopar.plan(big_layer(), DEVICES, **CALL, max_shards=2, n_microbatches=3, tune=0)
     assert set(shards(plan)) == {1}

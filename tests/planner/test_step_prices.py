@@ -282,6 +282,7 @@ class Hinted(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_plan_from_shard_hints_has_the_price_that_it_has_from_a_file(stages: int) -> None:
     with META:
@@ -315,6 +316,7 @@ def test_a_sharded_state_is_stepped_in_parts() -> None:
     assert whole.nbytes == 28 * elements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "each"), [("fp32", 16), ("bf16", 8), ("bf16-mixed", 18), ("fp16-mixed", 16)])
 def test_a_parameter_takes_the_bytes_of_its_precision(name: str, each: int) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name.partition("-")[0]]
@@ -398,6 +400,7 @@ def tables_of(mode: str, cluster: Cluster = ONE, width: int = 1024, batch: int =
     return estimate_costs(example, cluster, Recipe(mode))
 
 
+@pytest.mark.slow
 def test_a_chain_of_a_compiled_stage_takes_one_kernel_that_its_operators_share() -> None:
     width, batch = 1024, 1 << 16
     costs = tables_of("compiled", width=width, batch=batch)
@@ -420,6 +423,7 @@ def test_a_chain_of_a_compiled_stage_takes_one_kernel_that_its_operators_share()
     assert times.sum() == pytest.approx(compiled.forward[-1].sum())
 
 
+@pytest.mark.slow
 def test_shards_gain_by_fusion_as_whole_operators_do() -> None:
     cluster, width, batch, found = Cluster.preset("2xH100"), 1024, 1 << 16, {}
     for mode in ("eager", "compiled"):

@@ -353,6 +353,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 def test_a_layer_that_stands_for_equal_ones_costs_what_they_cost(mesh: tuple[int, ...]) -> None:
     cluster = Cluster.preset("4xH100")

@@ -193,6 +193,7 @@ def test_tiny_operators_stay_on_one_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert tiny.action_time == GIVEN.alone
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_one_worker_runs_takes_all_of_its_actions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = Plan.from_split({"0": 0, "4": 1}, n_microbatches=4)
     monkeypatch.setattr(operator_passes, "measure", FakeTimes(2e-6))

@@ -78,6 +78,7 @@ def searched(model: nn.Module, x: torch.Tensor) -> autopar.PipelinedModule:
     return autopar.parallelize(model, ["cpu", "cpu"], n_microbatches=2, example_args=(x,), tune=0, cache=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Angles, Casting, CastingOnGpu])
 @pytest.mark.parametrize("build", [by_hand, searched])
 def test_every_call_computes_as_the_plain_model_under_its_own_autocast(

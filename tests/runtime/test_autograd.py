@@ -152,6 +152,7 @@ def test_a_second_backward_from_another_output_gives_only_its_own_gradients() ->
     assert_same_gradients(gradients(pm), expected)
 
 
+@pytest.mark.slow
 def test_an_output_that_the_loss_does_not_use_leaves_its_parameters_without_gradient() -> None:
     model, inputs = TwoTowers(), {"a": torch.randn(4, 6), "b": torch.randn(4, 10)}
     model(**inputs)["left"].sum().backward()

@@ -171,6 +171,7 @@ def test_losses_outputs_and_gradients_of_several_batches_are_the_plain_models(ca
     assert pipelined.plan.n_microbatches == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the loss is computed on the whole batch")
 @pytest.mark.parametrize("case", GIVEN)
 def test_train_step_computes_the_loss_that_the_model_returns(case: Case) -> None:
@@ -185,6 +186,7 @@ def test_train_step_computes_the_loss_that_the_model_returns(case: Case) -> None
         assert gradients_apart(plain, pipelined) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_all_outputs_come_back_in_evaluation_and_without_gradients() -> None:
     plain, pipelined = pair(CASES["contrast"])
     plain.eval()
@@ -231,6 +233,7 @@ def test_other_sizes_keep_the_end_of_the_model() -> None:
         assert gradients_apart(plain, pipelined) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_verify_compares_what_micro_batches_compute() -> None:
     plain, pipelined = pair(CASES["contrast"], verify=True)
     batch = contrast_batch(6, 0)
@@ -238,6 +241,7 @@ def test_verify_compares_what_micro_batches_compute() -> None:
     assert pipelined.plan.n_microbatches == 3
 
 
+@pytest.mark.slow
 def test_a_plan_says_that_it_leaves_out_the_end_of_the_model() -> None:
     plan = autopar.plan(Contrast(), ["cpu", "cpu"], example_kwargs=contrast_batch(8, 0), cache=False)
     assert any("leave out the end of the model" in note and "matmul" in note for note in plan.notes)

@@ -182,6 +182,7 @@ def test_inputs_without_samples_are_shared_by_all_micro_batches(others: Callable
         both_ways(pm, torch.randn(batch, 3), torch.randn(batch, 8), **others())
 
 
+@pytest.mark.slow
 def test_plain_values_may_change_at_every_call() -> None:
     model = Shared()
     pm, x = pipelined(model), torch.randn(5, 8)
@@ -259,6 +260,7 @@ def test_a_target_is_split_as_deep_as_it_goes_and_what_all_samples_share_stays_w
         assert_same_gradients(gradients(pm), wanted)
 
 
+@pytest.mark.slow
 def test_targets_with_their_samples_where_the_inputs_have_theirs_are_split_there() -> None:
     """Time first, batch second; and one sample a micro-batch, which would broadcast."""
     model = nn.LSTM(4, 3)

@@ -112,6 +112,7 @@ def test_every_stage_is_compiled_in_the_first_step_under_the_callers_autocast_an
             assert node.meta["example_value"].shape == (3, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_stages_compute_in_the_callers_precision_whatever_came_before(autocast: bool) -> None:
     model = layers()
@@ -131,6 +132,7 @@ def test_compiled_stages_compute_in_the_callers_precision_whatever_came_before(a
             torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.slow
 def test_the_report_says_how_long_compiling_took_backwards_included() -> None:
     pm = pipelined(model_with_dropout(), "1f1b", "aot_eager")
     assert "compile=" not in str(pm.report())

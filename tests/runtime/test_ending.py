@@ -51,6 +51,7 @@ def test_a_backward_after_its_module_was_closed_says_so() -> None:
     assert_right(pm)
 
 
+@pytest.mark.slow
 def test_the_threads_of_a_dropped_module_end() -> None:
     others = workers()
     pm = pipelined("1f1b", ["cpu:0", "cpu:1"])

@@ -268,6 +268,7 @@ def test_shards_on_gpus(name: str, mesh: str) -> None:
     check_steps(name, replace(plan, stages=stages), data, steps=2 if name in ON_ALL_MESHES else 1)
 
 
+@pytest.mark.slow
 def test_stages_first_called_in_inference_mode_train_afterwards() -> None:
     known = example("normed")
     with fake_gpus() as mode:
@@ -308,6 +309,7 @@ def test_a_model_that_was_moved_after_its_placement_trains_where_it_is(target: s
         assert {b.device for b in model.buffers()} == {place}
 
 
+@pytest.mark.slow
 def test_gradients_from_before_the_placement_move_with_their_parameters() -> None:
     known = example("sequential")
     with fake_gpus() as mode:

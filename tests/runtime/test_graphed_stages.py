@@ -102,6 +102,7 @@ def test_training_is_the_same_dropout_running_statistics_and_evaluation_included
     torch.testing.assert_close(recorded, unrecorded)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs")
 def test_under_autocast_replays_see_the_new_weights() -> None:
     def step(pm: PipelinedModule, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -164,6 +165,7 @@ def test_a_stage_runs_its_code_only_to_record_it(graphs: list[Graph], monkeypatc
     assert sum(graph.replays for graph in graphs) - replays == 3 * 2 * 2 * 4, "one launch an action"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs")
 def test_slots_are_as_many_as_micro_batches_in_flight() -> None:
     for schedule, wanted in (("gpipe", [6, 6]), ("1f1b", [2, 1])):
@@ -278,6 +280,7 @@ def test_a_batch_of_another_size_is_recorded_besides() -> None:
     assert_same_gradients(gradients(model), gradients(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs")
 def test_a_failed_call_leaves_no_gradients_and_its_slots_free() -> None:
     model, plain = model_with_state(), model_with_state()

@@ -130,6 +130,7 @@ def test_models_of_many_families_train_as_the_plain_ones(name: str, schedule: st
     pm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_norm", ["micro-batch", "deferred"])
 @pytest.mark.parametrize("again", ["full", "selective-op"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
@@ -343,6 +344,7 @@ def test_layers_that_keep_products_hold_the_results_of_every_second_one_beside()
     assert held_bytes("selective-op") - held_bytes("full") == ups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{}, {"tensor": 2}, {"data": 2, "zero": 3}], ids=str)
 def test_only_what_flows_between_layers_is_kept(degrees: dict[str, Any]) -> None:
     row = 64 * WIDTH * 4  # bytes of a value between layers, on all devices that cut the batch together

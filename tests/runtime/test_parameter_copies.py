@@ -65,6 +65,7 @@ def storages(model: nn.Module) -> set[int]:
     return {storage_key(p) for p in model.parameters()}
 
 
+@pytest.mark.slow
 def test_contestants_hold_the_models_parameters_and_no_gradients_between_steps() -> None:
     model = layers()
     before = copy.deepcopy(model.state_dict())
@@ -86,6 +87,7 @@ def test_contestants_hold_the_models_parameters_and_no_gradients_between_steps()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 def test_a_model_that_runs_uncaptured_is_copied_with_its_parameters() -> None:
     model = Rounded()

@@ -98,6 +98,7 @@ def test_1f1b_holds_fewer_activations_than_gpipe_by_what_it_keeps_in_flight(n_mi
         assert gpipe[index] - alternating[index] == pytest.approx(predicted, rel=TOLERANCE), f"stage {index}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_microbatches", [4, 8])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])

@@ -288,6 +288,7 @@ def test_create_graph_alone_gives_the_first_derivatives() -> None:
     torch.testing.assert_close(found, [p.grad for p in pm.parameters()])
 
 
+@pytest.mark.slow
 def test_a_module_is_freed_after_a_backward_with_create_graph() -> None:
     pm = pipelined()
     x = X.clone().requires_grad_()

@@ -47,6 +47,7 @@ def threads_of_a_step(gpus: PretendGpus, way: str, **plan: Any) -> set[str]:
     return set().union(*gpus.threads.values()) - {"MainThread"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["train_step", "call and backward"])
 @pytest.mark.parametrize(
     ("schedule", "devices"),

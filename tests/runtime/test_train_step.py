@@ -185,6 +185,7 @@ def test_outputs_come_with_a_recomputed_last_stage_and_with_a_profile() -> None:
     assert pm.last_profile is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "batch", "said"),
     [
@@ -259,6 +260,7 @@ def test_recipe_accumulation() -> None:
     assert_same_gradients(gradients(pm), gradients(model))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:the loss is computed on the whole batch")
 def test_recipe_gradient_scaler_with_the_models_own_loss() -> None:
     """The scaler scales the loss that the model returns; the labels say what it averages over."""

@@ -154,6 +154,7 @@ def test_a_module_that_keeps_a_state_sees_the_whole_batch_once(kind: str) -> Non
     pm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["written buffer", "attribute", "numpy"])
 def test_a_stage_with_a_state_is_not_recomputed(kind: str) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Kept(kind), nn.Linear(WIDTH, 4))
@@ -211,6 +212,7 @@ def test_code_that_follows_from_the_whole_batch_keeps_the_batch_whole_whatever_t
     pm.close()
 
 
+@pytest.mark.slow
 def test_hooks_around_and_inside_run_once_per_microbatch() -> None:
     model = CASES[3].model()
     seen: list[str] = []
@@ -263,6 +265,7 @@ def test_it_is_said_once_and_refused_with_strict() -> None:
             refused(case.model(), DEVICES, **call)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_at_hand_prices_code_that_runs_without_values_and_refuses_other_code() -> None:
     cluster = autopar.Cluster.preset("2xA100-80")
     plan = autopar.plan(CASES[0].model(), cluster, example_args=rows(6))
@@ -319,6 +322,7 @@ class OverUnpadded(nn.Module):
         return self.head(self.encoder(x, lengths)).mean(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["backward", "train_step"])
 def test_a_batch_with_a_shape_that_the_example_did_not_show_runs_by_the_model_itself(step: str) -> None:
     model = OverUnpadded()

@@ -11,6 +11,7 @@ Three ways to write are looked for:
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -144,7 +145,7 @@ _lock = threading.Lock()
 @contextmanager
 def parameters_kept(model: nn.Module) -> Iterator[None]:
     """Inside, `parameter.data = ...` in this thread raises CaptureError and assigns nothing; on leaving, parameters
-    require grad as before. `layer.to(dtype)` assigns the parameters' own data where they have this type: no write."""
+    require grad as before. `layer.to(dtype)` and the like leave layers alone that have this type: no write."""
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     thread = threading.get_ident()
@@ -156,6 +157,8 @@ def parameters_kept(model: nn.Module) -> Iterator[None]:
     with _lock:
         if not _refusing:
             nn.Parameter.data = property(_DATA.__get__, _assign)  # type: ignore[assignment]
+            for name, original in _CASTS.items():
+                setattr(nn.Module, name, _unless_done(original))
         _refusing.append(refuse)
     try:
         yield
@@ -166,6 +169,8 @@ def parameters_kept(model: nn.Module) -> Iterator[None]:
             _refusing.remove(refuse)
             if not _refusing:
                 del nn.Parameter.data
+                for name, original in _CASTS.items():
+                    setattr(nn.Module, name, original)
 
 
 def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -174,6 +179,33 @@ def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
     for refuse in tuple(_refusing):
         refuse(parameter)
     _DATA.__set__(parameter, value)
+
+
+_CASTS = {name: getattr(nn.Module, name) for name in ("to", "float", "double", "half", "bfloat16")}
+_TYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _unless_done(cast: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`cast` of a module, left out where it changes nothing: a tracer cannot follow how it replaces all parameters."""
+
+    @functools.wraps(cast)
+    def wanted(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        done = _is(module, [*args, *kwargs.values(), *filter(None, [_TYPES.get(cast.__name__)])])
+        return module if done else cast(module, *args, **kwargs)
+
+    return wanted
+
+
+def _is(module: nn.Module, wanted: Sequence[Any]) -> bool:
+    """Whether all tensors of a module have the types and devices in `wanted`; False if anything else is in it."""
+    types = [one for one in wanted if isinstance(one, torch.dtype)]
+    devices = [torch.device(one) for one in wanted if isinstance(one, (torch.device, str))]
+    tensors = [*module.parameters(), *module.buffers()]
+    return len(types) + len(devices) == len(wanted) and all(
+        (all(x.dtype == one for one in types) or not (x.is_floating_point() or x.is_complex()))
+        and all(x.device == one for one in devices)
+        for x in tensors
+    )
 
 
 def _name_of(parameter: nn.Parameter, model: nn.Module) -> str:

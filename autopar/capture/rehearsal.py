@@ -298,6 +298,8 @@ def _fitted(runs: Sequence[tuple[int, _Seen | None]]) -> RehearsedCall:
     if why := next((one.refused for _, one in seen if one.refused), ""):
         return refused(why)
     for _, one in seen:
+        if len(one.inputs) != len(first.inputs):
+            return refused("takes a number of tensors that depends on values")
         if (one.outputs.spec, one.outputs.tensors) != (first.outputs.spec, first.outputs.tensors):
             return refused("returns a structure that depends on values")
         if not same_constants(one.outputs.constants, first.outputs.constants):

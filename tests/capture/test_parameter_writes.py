@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,6 +93,23 @@ class CastByModule(Two):
         self.up = self.up.to(self.dtype)
 
 
+CASTS = {
+    "to a type": lambda layer: layer.to(torch.float32),
+    "to a device": lambda layer: layer.to("cpu"),
+    "to both": lambda layer: layer.to(device=torch.device("cpu"), dtype=torch.float32),
+    "float": lambda layer: layer.float(),
+}
+
+
+class Cast(Two):
+    def __init__(self, cast: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.cast = cast
+
+    def change(self) -> None:
+        self.up = self.cast(self.up)
+
+
 class OwnData(Two):
     def change(self) -> None:
         self.up.weight.data = self.up.weight.data
@@ -138,6 +156,20 @@ def test_a_parameter_that_is_assigned_its_own_data_trains_as_in_the_plain_model(
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
     pm.close()
+
+
+@pytest.mark.parametrize("how", CASTS)
+def test_a_cast_to_the_type_that_a_layer_has_is_captured(how: str) -> None:
+    model, x = Cast(CASTS[how]), torch.randn(4, 8)
+    program = capture(model, (x,), {}, strict=True)
+    torch.testing.assert_close(program.graph_module(x)[0], model(x))
+    assert model.up.to(torch.float64).weight.dtype is torch.float64  # outside of a capture casts cast
+
+
+@pytest.mark.parametrize("cast", [nn.Module.double, nn.Module.half, nn.Module.bfloat16])
+def test_a_cast_to_a_type_of_that_name_is_refused(cast: Any) -> None:
+    with pytest.raises(CaptureError, match=r"writes the parameter 'up\.weight'"):
+        capture(Cast(cast), (torch.randn(4, 8),), {})
 
 
 def test_a_cast_to_another_type_is_refused() -> None:

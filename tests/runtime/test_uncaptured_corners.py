@@ -237,3 +237,42 @@ def test_beside_sharded_modules_one_device_runs_it_for_all() -> None:
         torch.testing.assert_close(parameter.grad, expected.grad)
     assert pm.plan.stages[0].shards == 2  # type: ignore[union-attr]
     pm.close()
+
+
+class Masked(Outside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        np.abs(x.detach().numpy())
+        found: torch.Tensor = self.linear(x)
+        return found if mask is None else found * mask
+
+
+class DropsMasks(nn.Module):
+    """Passes a mask on where it masks something, as transformers does outside of a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(WIDTH, WIDTH), Masked(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        dropped = not torch.compiler.is_exporting() and bool(mask.all())
+        found: torch.Tensor = self.last(self.inner(self.first(x), None if dropped else mask))
+        return found
+
+
+@pytest.mark.parametrize("masked", [1, 0], ids=["first with a mask", "first without"])
+def test_a_part_that_gets_a_tensor_for_some_samples_only_runs_within_a_larger_operator(masked: int) -> None:
+    model = DropsMasks()
+    plain, pm = copy.deepcopy(model), autopar.parallelize(model, ["cpu", "cpu"], n_microbatches=2, tune=0)
+    for number in (masked, 1 - masked):
+        x, mask = torch.randn(4, WIDTH), torch.ones(4, 1)
+        mask[:number] = 0
+        torch.testing.assert_close(pm(x, mask), plain(x, mask))
+        for one in (pm, plain):
+            one(x, mask).square().sum().backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    pm.close()

@@ -231,15 +231,29 @@ FIRST_CASE = (
     "runtime/test_written_buffers.py",
 )
 
+# Of slow tests every third case runs in the slow set, the others are exhaustive; but all cases of these files are slow.
+ALL_SLOW_CASES = (
+    "benchmarks/test_published.py",
+    "docs/test_pages.py",
+    "ranks/test_bad_input.py",
+    "ranks/test_faults.py",
+    "ranks/test_restarts.py",
+)
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, int] = {}
+    slow_cases: dict[str, int] = {}
     for item in items:
         file, test = "/".join(item.path.parts[-2:]), item.nodeid.partition("[")[0]
         number = cases.setdefault(test, 0)
         cases[test] += 1
-        if (file in EVERY_TENTH_CASE and number % 10) or (file in FIRST_CASE and number % 2):
+        left_out = (file in EVERY_TENTH_CASE and number % 10) or (file in FIRST_CASE and number % 2)
+        if item.get_closest_marker("slow") is not None and not left_out and file not in ALL_SLOW_CASES:
+            left_out = slow_cases.setdefault(test, 0) % 3
+            slow_cases[test] += 1
+        if left_out:
             item.add_marker(pytest.mark.exhaustive)
         elif file in FIRST_CASE and number:
             item.add_marker(pytest.mark.slow)

@@ -58,7 +58,8 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
         check=True,
     )
-    assert "rank 1 failed" in killed.stderr
+    # By the watcher, or by torchrun where it has ended the other rank before.
+    assert re.search(r"rank 1 failed|exitcode: -9\) local_rank: 1", killed.stderr)
     found = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", killed.stdout)}
     alone = runpy.run_path(str(script), run_name="example")["main"](tmp_path / "b")
     assert found == pytest.approx(alone, abs=2e-6)

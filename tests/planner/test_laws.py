@@ -38,7 +38,7 @@ def limits(draw: st.DrawFn, batch: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(3, 40), deadline=None)
+@settings(max_examples=examples(2, 40), deadline=None)
 @given(cases(), st.data())
 def test_a_limit_never_makes_a_plan_faster(case: Case, data: st.DataObject) -> None:
     limit = data.draw(limits(case.batch))
@@ -46,7 +46,7 @@ def test_a_limit_never_makes_a_plan_faster(case: Case, data: st.DataObject) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(3, 40), deadline=None)
+@settings(max_examples=examples(2, 40), deadline=None)
 @given(cases(), st.data())
 def test_more_devices_never_make_a_plan_slower(case: Case, data: st.DataObject) -> None:
     kind, most = case.node[1:], int(case.node[0])
@@ -56,7 +56,7 @@ def test_more_devices_never_make_a_plan_slower(case: Case, data: st.DataObject) 
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(3, 40), deadline=None)
+@settings(max_examples=examples(2, 40), deadline=None)
 @given(cases(), st.sampled_from(["bandwidth", "memory", "speed"]))
 def test_better_hardware_never_makes_a_plan_slower(case: Case, what: str) -> None:
     cluster, better = case.cluster, case
@@ -82,7 +82,7 @@ def test_better_hardware_never_makes_a_plan_slower(case: Case, what: str) -> Non
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(3, 40), deadline=None)
+@settings(max_examples=examples(2, 40), deadline=None)
 @given(cases())
 def test_a_plan_has_one_price_whether_its_micro_batches_are_asked_for_or_found(case: Case) -> None:
     free = case.plan()
@@ -92,7 +92,7 @@ def test_a_plan_has_one_price_whether_its_micro_batches_are_asked_for_or_found(c
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(3, 40), deadline=None)
+@settings(max_examples=examples(2, 40), deadline=None)
 @given(cases(), st.data())
 def test_no_plan_is_below_a_bound_whatever_the_options(case: Case, data: st.DataObject) -> None:
     free = case.plan()

@@ -245,12 +245,13 @@ ALL_SLOW_CASES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, int] = {}
     slow_cases: dict[str, int] = {}
+    thinned = {*ALL_SLOW_CASES, *EVERY_TENTH_CASE}  # by another rule, or not at all
     for item in items:
         file, test = "/".join(item.path.parts[-2:]), item.nodeid.partition("[")[0]
         number = cases.setdefault(test, 0)
         cases[test] += 1
         left_out = (file in EVERY_TENTH_CASE and number % 10) or (file in FIRST_CASE and number % 2)
-        if item.get_closest_marker("slow") is not None and not left_out and file not in ALL_SLOW_CASES:
+        if item.get_closest_marker("slow") is not None and not left_out and file not in thinned:
             left_out = slow_cases.setdefault(test, 0) % 3
             slow_cases[test] += 1
         if left_out:

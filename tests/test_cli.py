@@ -115,6 +115,7 @@ def run(*args: str, status: int = 0) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["with_args", "with_kwargs", "with_both", "Kinds.with_loss"])
 def test_a_factory_may_return_its_example_in_any_form(factory: str) -> None:
     out, _ = run("plan", f"factories:{factory}", "--devices", "cpu", "--json")
@@ -176,6 +177,7 @@ def test_a_configuration_that_cannot_be_read_is_refused() -> None:
     assert "is not TOOL=FILE" in err
 
 
+@pytest.mark.slow
 def test_a_plan_is_tuned_and_explained_on_request() -> None:
     out, _ = run("plan", "factories:with_args", "--devices", "cpu,cpu", "--tune", "2", "--explain")
     # Steps of disturbed rounds do not count.

@@ -240,6 +240,7 @@ def normed(**options: Any) -> tuple[nn.Module, PipelinedModule, nn.Module]:
     return model, autopar.parallelize(twin, ["cpu", "cpu"], plan=plan, **options), twin
 
 
+@pytest.mark.slow
 def test_exact_batch_norm_equals_the_original_in_training() -> None:
     model, pm, _ = normed(batch_norm="exact")
     with warnings.catch_warnings():

@@ -31,6 +31,7 @@ class Layer(nn.Module):
         return x + self.products["down"](self.after(self.products["up"](x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("after", "up"), [(torch.relu, True), (torch.relu_, False)], ids=["kept", "overwritten"])
 def test_every_second_product_is_kept_and_attention_unless_it_is_overwritten(
     after: Callable[[torch.Tensor], torch.Tensor], up: bool

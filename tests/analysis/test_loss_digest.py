@@ -55,6 +55,7 @@ def digest_of(loss_fn: Callable[[Any, Any], Any]) -> str:
     return study_loss(loss_fn, example.program, example.batching, torch.zeros(8, 4)).digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0, 1.0])
 def test_a_digest_is_of_what_a_loss_computes_with_its_numbers_and_tensors(scale: float) -> None:
     def scaled(by: float) -> Callable[[Any, Any], Any]:

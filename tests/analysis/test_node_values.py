@@ -28,6 +28,7 @@ class Block(nn.Module):
         return x + self.out(scores @ v).contiguous().reshape(x.shape) * values.expand_as(x)
 
 
+@pytest.mark.slow
 def test_repeated_calls_tell_the_same_as_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(*(Block() for _ in range(3))), torch.empty(4, 5, 8)

@@ -146,6 +146,7 @@ class Biased(nn.Module):
         return scaled_dot_product_attention(q, k, v, mask).squeeze(1), mask.sum() if self.own else q
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_a_mask_that_is_the_same_for_every_sample_is_made_once(own: bool) -> None:
     """Not where something else reads it."""

@@ -526,6 +526,7 @@ class _Nested(nn.Module):
         return {"pair": [y, (y + 1, None)], "ordered": OrderedDict(b=y * 2, a=3), "plain": {"y": y}}
 
 
+@pytest.mark.slow
 def test_what_a_model_returns_has_its_own_types_and_lines_are_the_users_where_symbolic_trace_stands_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

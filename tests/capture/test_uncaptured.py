@@ -154,6 +154,7 @@ class Encodes(nn.Module):
         return self.inner.encode(x, (x > 3).any().item())
 
 
+@pytest.mark.slow
 def test_the_module_around_runs_uncaptured_where_an_inner_one_is_not_called_by_its_forward() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Encodes(), nn.ReLU())
@@ -310,6 +311,7 @@ def test_an_opaque_call_under_no_grad_has_no_gradient() -> None:
     assert model.last.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_a_result_of_another_shape_than_the_example_showed_is_refused_by_name() -> None:
     class Unpadded(PackedEncoder):
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

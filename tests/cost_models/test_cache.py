@@ -87,6 +87,7 @@ def test_only_known_keys_are_answered(path: Path) -> None:
         assert store.get_many([]) == {}
 
 
+@pytest.mark.slow
 def test_many_keys_are_one_question(path: Path) -> None:
     values = {str(i): i for i in range(50_000)}  # more than SQLite's parameters
     with MeasurementCache(path) as store:

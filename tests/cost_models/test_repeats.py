@@ -142,6 +142,7 @@ def test_a_single_pass_does_not_count_unless_it_takes_very_long(monkeypatch: pyt
     assert passes_made(monkeypatch, 2 * operator_times._VERY_LONG_PASS) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_says_how_uncertain_it_is_where_waiting_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (operator_times, measured):
         monkeypatch.setattr(module, "waiting_is_known", lambda: False)

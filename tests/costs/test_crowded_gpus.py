@@ -43,6 +43,7 @@ def timed(n_gpus: int) -> GraphTimes:
     return measure(module, lambda rows: [x], lambda rows: None, 4, first, workers=n_gpus, budget=SHORT, beside=beside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bound", "slower"), [("launch-bound", 1.0), ("kernel-bound", 0.0)])
 @pytest.mark.parametrize("n_gpus", [2, 3])
 def test_operators_wait_for_the_launches_of_other_gpus_and_not_for_their_kernels(
@@ -54,6 +55,7 @@ def test_operators_wait_for_the_launches_of_other_gpus_and_not_for_their_kernels
     assert crowded.total == pytest.approx((1 + slower * (n_gpus - 1)) * alone.total, rel=0.05)
 
 
+@pytest.mark.slow
 def test_simulated_passes_take_the_same_seconds_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for _ in range(2):

@@ -58,6 +58,7 @@ def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@pytest.mark.slow
 def test_a_module_costs_what_the_operators_inside_it_cost(profiled: Profile) -> None:
     (kind,) = profiled.kinds
     for module in profiled.modules:
@@ -85,6 +86,7 @@ def test_activation_bytes_are_what_autograd_keeps(model: nn.Module, profiled: Pr
     assert profiled.model.activation_bytes == saved_bytes(copy.deepcopy(model), x)
 
 
+@pytest.mark.slow
 def test_activation_bytes_of_a_large_batch_follow_from_a_few_samples() -> None:
     layers = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 2))
     x = torch.randn(48, 6)

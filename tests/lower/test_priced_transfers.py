@@ -364,6 +364,7 @@ def with_strategies(
     return program, whole_graph_sharding(problem, problem.with_choices(fixed, stored), keys)
 
 
+@pytest.mark.slow
 def test_the_bias_of_rows_moves_for_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On replicas x tensor, as Megatron-LM cuts an MLP; its gradient is that of the plain model."""
     model, x = Mlp(8).double(), torch.randn(8, 8, dtype=torch.float64)

@@ -97,6 +97,7 @@ def assert_reproducible(pm: PipelinedModule, inputs: dict[str, Any]) -> None:
         assert not torch.equal(first[0], steps(pm, inputs, 2, how)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("replicated", [False, True], ids=["stages", "replicas"])
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(name: str, replicated: bool) -> None:

@@ -137,6 +137,7 @@ def test_the_hooks_of_the_caller_get_shards_in_place_of_gathered_tensors(regathe
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_parameters_that_are_stored_in_parts_are_gathered_for_each_pass(gathered_again: list[str]) -> None:
     """ZeRO 3: once more for the backward of each micro-batch."""
     model = Layers(1)

@@ -168,6 +168,7 @@ def test_other_types_other_values_copies_and_new_threads(meshes: Meshes) -> None
     assert_same_step(model, pm, x, tolerance=1e-9)
 
 
+@pytest.mark.slow
 @each_mesh
 def test_evaluation_between_steps(meshes: Meshes) -> None:
     model, _, pm, x = twice(meshes)
@@ -257,6 +258,7 @@ def test_microbatches_of_different_sizes_all_come_apart() -> None:
     assert sorted(sizes) == [4, 4, 6, 6, 20]
 
 
+@pytest.mark.slow
 @each_mesh
 def test_the_mean_loss_of_a_step_weighs_samples_alike(meshes: Meshes) -> None:
     def loss_fn(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -570,6 +570,7 @@ def named() -> nn.Sequential:
     return nn.Sequential(OrderedDict((name, nn.Linear(16, 16)) for name in NAMES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operators", "said"),
     [

@@ -60,6 +60,7 @@ def plan_on(*stages: Any) -> Plan:
     return Plan.from_split(split, n_microbatches=M, schedule="1f1b", devices=list(stages))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_exports")
 def test_a_batch_on_the_gpu_counts_as_a_whole_and_is_not_copied() -> None:
     plan = plan_on("cuda:0")

@@ -53,6 +53,7 @@ def test_a_step_is_that_of_the_plan_and_utilisation_is_by_the_models_flops() -> 
         comparison["other"]
 
 
+@pytest.mark.slow
 def test_tokens_count_where_the_model_reads_them() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100))

@@ -257,6 +257,7 @@ def limited() -> list[tuple[SelectionProblem, float]]:
     return [(choices, least + part * (most - least)) for part in (0.2, 0.5, 0.8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", [0.0, 3e4, 1e5])
 def test_little_effort_gives_a_choice_and_a_bound_that_hold(effort: float) -> None:
     for choices, memory in limited():

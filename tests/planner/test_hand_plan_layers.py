@@ -154,6 +154,7 @@ def test_layers_inside_one_another_train_as_in_the_plain_model(name: str, stages
     assert_same_gradients(gradients(model), gradients(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["weight norm", "weight norm without biases", "orthogonal", "weights ahead"])
 def test_a_weight_is_computed_on_the_stage_that_uses_it(name: str) -> None:
     plan = by_hand(MODELS[name](), pipeline=4)

@@ -88,6 +88,7 @@ def test_everything_that_contradicts_is_said_at_once(degrees: dict[str, Any], te
         assert text in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["2", 0, 1.5, True])
 def test_a_wrong_number_of_replicas_is_all_that_is_wrong(data: Any) -> None:
     with pytest.raises(PlanError) as caught:
@@ -95,6 +96,7 @@ def test_a_wrong_number_of_replicas_is_all_that_is_wrong(data: Any) -> None:
     assert str(caught.value).endswith(f"\n  data must be a whole number of at least 1, got {data!r}")
 
 
+@pytest.mark.slow
 def test_replicas_that_nobody_asked_for_are_not_what_should_change() -> None:
     with pytest.raises(PlanError) as caught:
         by_hand(Cluster.preset("8xH100", 3), tensor=2, pipeline=4)

@@ -228,6 +228,7 @@ def test_a_plan_that_does_not_fit_says_so() -> None:
     assert any("does not fit: stage 0 needs" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_packed_projections_are_noted_and_exact() -> None:
     class Packed(nn.Module):
         def __init__(self) -> None:
@@ -283,6 +284,7 @@ def zero_plan(zero: int, model: nn.Module | None = None, **degrees: Any) -> Plan
     return Plan.by_hand(model or Language(8), cluster, example_args=example, zero=zero, **{"micro_batch": 2, **degrees})
 
 
+@pytest.mark.slow
 def test_zero_cuts_no_states_over_devices_that_cut_tensors() -> None:
     """As in Megatron-LM, whose devices of a tensor group have norms and their optimizer's states whole."""
 

@@ -140,6 +140,7 @@ def test_a_gathered_copy_is_kept_besides_the_parts_it_was_gathered_from() -> Non
     assert again["linear_1"].keys() == again["relu"].keys() == saved["relu"].keys()  # gathered again, it adds nothing
 
 
+@pytest.mark.slow
 def test_views_of_one_tensor_are_kept_once() -> None:
     """A query, a key and a value that are parts of one product's result."""
 

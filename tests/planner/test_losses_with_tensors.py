@@ -125,6 +125,7 @@ def test_a_loss_counts_the_kernels_that_its_tensors_need() -> None:
     assert more.predicted_step_time > less.predicted_step_time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 1])
 def test_planning_leaves_the_tensors_of_a_loss_as_they_are(rows: int) -> None:
     trained, keeping = Scaled(as_is), Weighted(torch.rand(16))

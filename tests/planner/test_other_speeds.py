@@ -129,6 +129,7 @@ def test_every_figure_of_one_device_says_that_it_counts_no_memory() -> None:
     assert {one["name"] for one in changed if one["after"] == 2.0} == {"one device with enough memory"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", ["eager", "compiled"])
 def test_compiling_is_named_where_eager_launches_bind(launch: str) -> None:
     """Tiny products on a fast device: the host's launches are most of the step."""

@@ -130,6 +130,7 @@ def of_mlp(name: str, cut: bool, m: int) -> tuple[CostGraph, str]:
     return replace(costs, configurations=(mesh,), alone=False), mesh.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [2, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("cut", [False, True])

@@ -85,6 +85,7 @@ def meshes_of(costs: CostGraph) -> tuple[DeviceGroup, ...]:
     return tuple(neighbours(costs, costs.groups, width))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_a_mesh_does_its_collectives_of_a_step_once_however_few_micro_batches_it_runs(replicas: int) -> None:
     samples, m = 64, 8

@@ -44,6 +44,7 @@ def pipelined(model: nn.Module, recompute: bool, schedule: str = "1f1b", **optio
     return autopar.parallelize(model, ["cpu"] * 4, plan=plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["call and backward", "train_step"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_recomputing_does_not_change_a_bit(schedule: str, way: str) -> None:

@@ -146,6 +146,7 @@ def test_modes_are_named_and_exclude_each_other() -> None:
         Plan.from_split(split, n_microbatches=2, recompute={0: "layers"})
 
 
+@pytest.mark.slow
 def test_a_model_without_layers_runs_whole_stages_again_and_says_so() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(LENGTH * HIDDEN, 8), nn.Tanh(), nn.LayerNorm(8))
     plan = hand("full", model)

@@ -110,6 +110,7 @@ def test_interleaved_plans_may_have_meshes_or_replicas_on_all_devices() -> None:
     assert {c.copies for c in limited.configs(4, (8,))} == {1, 2}
 
 
+@pytest.mark.slow
 def test_replicas_of_interleaved_stages_pay_for_their_gradients() -> None:
     """Two copies of a pipeline take what one takes with half the micro-batches, and their reduction."""
     model = mlp(1024, 8)

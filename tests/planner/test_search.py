@@ -56,6 +56,7 @@ def test_the_same_costs_give_the_same_plan() -> None:
     assert make_plan(costs_of(), STEP) == make_plan(costs_of(), STEP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("max_replicas", [1, None])
 def test_every_schedule_can_be_asked_for(schedule: str, max_replicas: int | None) -> None:
@@ -292,6 +293,7 @@ def test_more_micro_batches_than_samples_are_refused() -> None:
         make_plan(costs_of(), dataclasses.replace(STEP, n_microbatches=13))
 
 
+@pytest.mark.slow
 def test_a_memory_limit_below_any_operator_names_stage_and_lack() -> None:
     with pytest.raises(InfeasibleError, match=r"no plan fits the memory: .* stage \d \(layers.*\) on .* needs") as e:
         make_plan(costs_of(), dataclasses.replace(STEP, memory_limit=1e6))

@@ -79,6 +79,7 @@ def test_a_core_goes_from_the_product_of_queries_and_keys_to_the_product_with_va
     assert [names(core) for core in cores] == [["div", "dropout", "matmul", "matmul", "softmax"]] * 3
 
 
+@pytest.mark.slow
 def test_an_attention_in_one_operator_is_a_core() -> None:
     cores = attention_cores(graph_of(Blocks(2, fused=True), torch.zeros(2, 8, HIDDEN)))
     assert [names(core) for core in cores] == [["scaled_dot_product_attention"]] * 2

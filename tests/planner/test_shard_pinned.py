@@ -34,6 +34,7 @@ def assert_trains(model: nn.Module, n_devices: int, x: torch.Tensor, **options: 
     return pm.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [2, 4, 6])
 def test_every_stage_has_as_many_devices_and_does_as_asked(n_devices: int) -> None:
     model, n = pinned(0, 0, 1), n_devices // 2

@@ -440,6 +440,7 @@ def test_meshes_have_devices_of_one_kind() -> None:
     check_max_shards(2, [one, two, other])
 
 
+@pytest.mark.slow
 def test_uncaptured_code_is_not_cut_and_the_plan_says_so() -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

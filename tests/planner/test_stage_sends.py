@@ -145,6 +145,7 @@ def blocks_on_meshes(cluster: str, nodes: int, network: str | None, width: int, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [None, "Ethernet25"])
 @pytest.mark.parametrize(("width", "nodes"), [(4, 2), (2, 1), (8, 4)])
 def test_meshes_have_one_price_with_what_they_send(network: str | None, width: int, nodes: int) -> None:

@@ -242,6 +242,7 @@ def test_a_step_ends_with_the_optimizer(how: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_optimizer_says_itself_how_it_steps() -> None:
     with META:
         model = nn.Linear(8, 8).train()
@@ -442,6 +443,7 @@ def test_shards_gain_by_fusion_as_whole_operators_do() -> None:
         assert parts_of[1][1:-1] / parts_of[0][1:-1] == pytest.approx(whole[1][1:-1] / whole[0][1:-1])
 
 
+@pytest.mark.slow
 def test_one_device_compares_with_the_same_step() -> None:
     plan = autopar.plan(deep(1024, 10), ONE, **call(1024), **ALONE)
     assert plan.single_device_time == pytest.approx(step_time(plan))

@@ -251,6 +251,7 @@ def test_short_memory_shards_states_and_then_parameters() -> None:
         choose(task, mesh, memory=1e6)
 
 
+@pytest.mark.slow
 def test_short_memory_shards_the_state_of_a_table_of_words_first() -> None:
     cluster = Cluster.preset("4xH100")
     ids = torch.empty(256, 512, dtype=torch.long, device=META)

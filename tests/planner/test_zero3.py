@@ -103,6 +103,7 @@ def step_of(found: Found, recompute: bool) -> Timeline:
     return timeline
 
 
+@pytest.mark.slow
 def test_a_gather_happens_before_every_forward_and_backward_and_a_scatter_behind_every_backward() -> None:
     """One micro-batch, by hand: gather, forward; gather, backward, scatter."""
     plain, zero3 = (data_parallel(stored).solution for stored in (WHOLE, CUT))
@@ -116,6 +117,7 @@ def test_a_gather_happens_before_every_forward_and_backward_and_a_scatter_behind
     assert not any(c.once for c in of_weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_step_gathers_twice_a_micro_batch_and_once_more_if_its_stage_recomputes(recompute: bool) -> None:
     plain, zero3 = data_parallel(WHOLE), data_parallel(CUT)
@@ -143,6 +145,7 @@ def test_a_frozen_weight_is_gathered_for_the_backward_that_passes_it_and_has_no_
     assert found.solution.gathered["linear_1"] == WEIGHTS["down.weight"]
 
 
+@pytest.mark.slow
 def test_the_peak_holds_the_whole_weight_and_gradient_of_the_operator_that_runs() -> None:
     """And of no other: parts are gathered when they are needed, and let go."""
     plain, zero3 = data_parallel(WHOLE), data_parallel(CUT)

@@ -59,6 +59,7 @@ def test_gradients_are_scattered_where_memory_is_short(monkeypatch: pytest.Monke
     assert short.predicted_step_time < without.predicted_step_time
 
 
+@pytest.mark.slow
 def test_a_plan_with_scattered_gradients_runs_with_the_gradients_of_the_model() -> None:
     cluster = Cluster.preset("4xH100")
     model, x = mlp(16, 4), torch.randn(8, 16)

@@ -239,6 +239,7 @@ def test_nested_inputs_and_outputs_of_any_batch_size_keep_structure_and_gradient
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow
 def test_a_target_is_split_as_deep_as_it_goes_and_what_all_samples_share_stays_whole() -> None:
     model = Simple()
     pm = pipelined(model)

@@ -191,6 +191,7 @@ class Choosing(nn.Module):
         return {"out": found, "choice": found.argmax(1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_without_a_loss_a_step_is_a_call_and_in_training_a_backward(training: bool) -> None:
     plan = Plan.from_split({"body": 0, "head": 1}, n_microbatches=2)
@@ -311,6 +312,7 @@ class _SaysThreads(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_a_plan_that_runs_the_model_itself_has_the_callers_threads_as_it_has_when_it_is_followed() -> None:
     model, x = nn.Sequential(_SaysThreads(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
     alone = Plan.from_split({"": 0}, n_microbatches=1)

@@ -92,6 +92,7 @@ def layers(n: int = 4, width: int = 8) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(n)])
 
 
+@pytest.mark.slow
 def test_every_stage_is_compiled_in_the_first_step_under_the_callers_autocast_and_the_micro_batch(
     compiled_graphs: list[fx.GraphModule],
 ) -> None:
@@ -249,6 +250,7 @@ def test_stages_with_uncaptured_code_stay_as_they_are_and_say_so(compiled_graphs
     assert len(compiled_graphs) == 1, "of stage 0"
 
 
+@pytest.mark.slow
 def test_compiled_replicas_compute_what_one_would() -> None:
     model = layers(3)
     plan = Plan.from_split({"0": 0}, n_microbatches=4, devices=[["cpu:0", "cpu:1"]])

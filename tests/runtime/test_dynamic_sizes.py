@@ -215,6 +215,7 @@ class Scaled(nn.Module):
         return self.b(self.a(x).relu()) * steps / (steps + 7)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_python_number_that_changes_is_captured_once(traced: list[str]) -> None:
     pm, original = pair(Scaled())
     for steps in (41, 37, 5, 1000, 0, 1, 41):

@@ -41,6 +41,7 @@ def test_a_module_may_be_closed_at_any_time_and_used_afterwards() -> None:
         assert comes_true(lambda mine=mine: not mine & workers())  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_a_backward_after_its_module_was_closed_says_so() -> None:
     pm = pipelined("1f1b", ["cpu:0", "cpu:1"])
     output = pm(*batch(2))

@@ -73,6 +73,7 @@ def test_two_devices_train_like_the_model_by_train_step_and_by_the_callers_backw
     pm.close()
 
 
+@pytest.mark.slow
 @ON_PAIRS
 def test_inputs_and_the_model_may_be_on_any_device_at_every_capture(devices: list[str]) -> None:
     """A model on the CPU, inputs on a GPU; a placed model, inputs on the CPU; another mode and other sizes after."""
@@ -255,6 +256,7 @@ def test_parameters_stay_trainable_after_a_first_call_in_inference_mode(devices:
 # -- random numbers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @ON_PAIRS
 @pytest.mark.parametrize("mode", ["none", "selective", "full", "stage"])
 def test_dropout_comes_again_with_the_seed_and_when_a_forward_runs_again(devices: list[str], mode: str) -> None:
@@ -278,6 +280,7 @@ def test_dropout_comes_again_with_the_seed_and_when_a_forward_runs_again(devices
     pm.close()
 
 
+@pytest.mark.slow
 @ON_PAIRS
 def test_a_default_device_of_the_caller_changes_nothing(devices: list[str]) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 16), nn.Dropout(0.2))

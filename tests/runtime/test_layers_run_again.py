@@ -226,6 +226,7 @@ class Four(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective-op", 2), ("full", 4)])
 def test_layers_that_keep_products_run_every_second_one_again(mode: str, again: int) -> None:
     model = nn.Sequential(*(Four() for _ in range(3)))

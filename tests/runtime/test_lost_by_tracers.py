@@ -151,6 +151,7 @@ class NoiseWithin(nn.Module):
         return self.linear(x) + torch.randn((len(x), 3), generator=self.noise["by"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 @pytest.mark.parametrize("tune", [0, 2])
 def test_planning_leaves_the_models_own_generators_as_they_were(tune: float) -> None:
@@ -167,6 +168,7 @@ def test_planning_leaves_the_models_own_generators_as_they_were(tune: float) -> 
         torch.testing.assert_close(pm(x), one)
 
 
+@pytest.mark.slow
 def test_a_module_that_draws_from_its_own_generator_gets_the_whole_batch() -> None:
     with pytest.warns(autopar.AutoparWarning, match=r"not split .* changes NoiseWithin\.noise, once for every batch"):
         autopar.parallelize(NoiseWithin(), DEVICES, tune=0, cache=False, example_args=(torch.randn(6, 8),))

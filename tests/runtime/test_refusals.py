@@ -162,6 +162,7 @@ def test_a_module_that_is_pipelined_after_wrapping_is_refused() -> None:
         pm(X)
 
 
+@pytest.mark.slow
 def test_a_plan_that_runs_the_model_itself_takes_a_pipelined_module_as_the_model_does() -> None:
     model = nn.Sequential(net(), nn.Linear(8, 8))
     pm = autopar.parallelize(model, ["cpu"], cache=False)
@@ -242,6 +243,7 @@ def test_batch_dim_is_not_advised_where_a_written_buffer_keeps_the_batch_whole()
     assert not any("batch_dim" in str(w.message) for w in caught)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_dim", [1, -1, {"input": 1}])
 @pytest.mark.parametrize("place", ["cpu", "meta"])
 def test_a_dimension_along_which_the_model_has_one_size_is_no_batch(batch_dim: Any, place: str) -> None:

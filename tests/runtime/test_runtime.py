@@ -165,6 +165,7 @@ def test_nested_inputs_are_batched_leaf_by_leaf() -> None:
         assert_same_outputs(pm(batch, pair=pair), model(batch, pair=pair))
 
 
+@pytest.mark.slow
 def test_a_new_signature_is_captured_anew_and_the_old_one_stays() -> None:
     model = Shaped(lambda y, x: y)
     model.a = nn.Identity()  # type: ignore[assignment]
@@ -176,6 +177,7 @@ def test_a_new_signature_is_captured_anew_and_the_old_one_stays() -> None:
     assert_same_outputs(pm(x.double()), model(x.double()))
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_are_distinguished_module_by_module() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
     pm, x = pipelined(model, Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)), torch.ones(4, 8)

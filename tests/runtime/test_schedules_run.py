@@ -114,6 +114,7 @@ def test_every_schedule_gives_the_models_outputs_and_gradients(plan: Plan, recom
     assert_same_outputs(pm(batch[:5]), original(batch[:5]))
 
 
+@pytest.mark.slow
 def test_the_choice_of_schedule_does_not_change_a_bit_of_the_gradients() -> None:
     torch.manual_seed(0)
     models = [Residual() for _ in range(3)]

@@ -80,6 +80,7 @@ def test_the_default_dtype_is_that_of_the_moment_of_the_call(first: torch.dtype)
         assert_same_outputs(pm(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_dtype")
 @workers
 def test_a_loss_sees_the_default_dtype_and_default_device_of_its_caller(spread: bool) -> None:

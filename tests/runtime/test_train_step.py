@@ -123,6 +123,7 @@ def test_the_models_own_loss_is_split_into_micro_batches(name: str) -> None:
     assert not [str(w.message) for w in caught if "on the whole batch" in str(w.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
 def test_a_plan_of_its_own_is_found_for_the_models_own_loss(devices: list[str]) -> None:
     model = ReturnsLoss("tuple")

@@ -100,6 +100,7 @@ def test_a_container_does_not_pass_for_one() -> None:
     assert not isinstance(autopar.parallelize(models.mlp(), ["cpu"], cache=False), nn.Sequential)
 
 
+@pytest.mark.slow
 def test_a_parametrization_of_the_root_reaches_the_model() -> None:
     model = nn.Linear(4, 4)
     pm = autopar.parallelize(model, ["cpu"], cache=False)

@@ -153,6 +153,7 @@ def test_options_and_hints_limit_what_is_tried(options: dict[str, Any], monkeypa
         assert len(plan.stages) >= 2
 
 
+@pytest.mark.slow
 def test_the_plain_model_needs_no_measuring_where_it_is_predicted_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({}, monkeypatch)
     plan = autopar.plan(layers(), ["cpu"], n_microbatches=1, cache=False, **CALL)

@@ -134,6 +134,7 @@ class Kept(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["written buffer", "assigned buffer", "attribute", "batch norm", "numpy"])
 def test_a_module_that_keeps_a_state_sees_the_whole_batch_once(kind: str) -> None:
     torch.manual_seed(0)

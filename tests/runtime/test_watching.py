@@ -101,6 +101,7 @@ def mlp_of_two() -> nn.Module:
     return Two()
 
 
+@pytest.mark.slow
 def test_a_lack_of_memory_names_the_stage_its_prediction_and_the_available_bytes() -> None:
     x = torch.randn(8, 8)
     by_hand = Plan.from_split({"0": 0, "3": 1}, n_microbatches=2)

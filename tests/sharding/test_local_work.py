@@ -100,6 +100,7 @@ def test_products_of_parts_are_priced_at_their_own_sizes(
     assert found == pytest.approx(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "samples", "heads"), [("S1 S1 S1 -> S1", 8, 4), ("S0 S0 S0 -> S0", 2, 16)])
 def test_attention_of_some_heads_is_attention_of_fewer_heads(text: str, samples: int, heads: int) -> None:
     with META:

@@ -263,6 +263,19 @@ def test_what_the_model_fixes_is_said_once_and_stays_exact(traced: list[str]) ->
     assert_same_step(pm, original, torch.randn(4, 5, 9))
 
 
+def test_calls_that_the_model_does_not_take_say_nothing_about_sizes() -> None:
+    pm, original = pair(Tagger())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_same_step(pm, original, ids(4, 6), torch.ones(4, 6))
+        for length in (7, 8, 9):
+            with pytest.raises(InputError):
+                pm(ids(4, length), torch.ones(4, 12))
+        assert_same_step(pm, original, ids(4, 7), torch.ones(4, 7))
+    assert not [w for w in caught if "fixes" in str(w.message)]
+    assert pm._signatures._captures.known[-1].specialised
+
+
 class Weighted(nn.Module):
     """Its code depends on a float, as an annealed weight does."""
 

@@ -155,55 +155,45 @@ class Captures:
         """A new capture: with symbols for the sizes that change, where the model allows it."""
         requested = self._changing(call, state, leaves, spec)
         requested = frozenset(size for size in requested if len(self._fixed[str(spec), size]) < _ATTEMPTS)
-        program = None
-        if requested:
-            program = self._with_symbols(call, state, requested, str(spec))
-            signature = self._specialised(call, self.state.now()) if program is None else None
+        symbolic = self._with_symbols(call, requested) if requested else None
+        if symbolic is not None:
+            self._note_fixed(symbolic.fixed, call, leaves, str(spec))
+            if not symbolic.sizes:  # the model fixes all of them
+                return BoundSignature(state, *self._studied(call, symbolic.program))
+            self.state.leave_out(symbolic.program.live)
+            self._symbolic.append(_Symbolic(self.state.now(), symbolic))
+            signature = self._specialised(call, self.state.now())
             if signature is not None:
                 return signature
-        if program is None:
-            self._note_floats(call, leaves, spec)
-            settings = self._settings
-            with self._on_own_devices():
-                program, batching = examine(
-                    self._model,
-                    call.args,
-                    call.kwargs,
-                    self._types,
-                    batch_dim=settings.batch_dim,
-                    verify=settings.verify,
-                    strict=settings.strict,
-                    device=self._place_of_code(leaves),
-                )
-            return BoundSignature(state, program, batching)
-        return BoundSignature(state, *self._studied(call, program))
-
-    def _with_symbols(
-        self, call: CallArguments, state: State, requested: frozenset[OpenSize], structure: str
-    ) -> Program | None:
-        """Capture with symbols for the sizes `requested`, for later calls.
-
-        Returns the program if the model fixes all of them.
-        """
-        batch_dim, leaves = self._settings.batch_dim, flattened(call.args, call.kwargs)[0]
+        settings = self._settings
         with self._on_own_devices():
-            symbolic = capture_symbolic(
+            program, batching = examine(
                 self._model,
                 call.args,
                 call.kwargs,
                 self._types,
-                batch_dim=batch_dim,
-                open_sizes=requested,
+                batch_dim=settings.batch_dim,
+                verify=settings.verify,
+                strict=settings.strict,
                 device=self._place_of_code(leaves),
             )
-        self._note_fixed(requested if symbolic is None else symbolic.fixed, call, leaves, structure)
-        if symbolic is None:
-            return None
-        if not symbolic.sizes:
-            return symbolic.program
-        self.state.leave_out(symbolic.program.live)
-        self._symbolic.append(_Symbolic(self.state.now(), symbolic))
-        return None
+        if symbolic is None:  # a call that the model does not take says nothing about sizes
+            self._note_fixed(requested, call, leaves, str(spec))
+        self._note_floats(call, leaves, spec)
+        return BoundSignature(state, program, batching)
+
+    def _with_symbols(self, call: CallArguments, requested: frozenset[OpenSize]) -> SymbolicProgram | None:
+        """A capture with symbols for the sizes `requested`; None if the model cannot be captured so."""
+        with self._on_own_devices():
+            return capture_symbolic(
+                self._model,
+                call.args,
+                call.kwargs,
+                self._types,
+                batch_dim=self._settings.batch_dim,
+                open_sizes=requested,
+                device=self._place_of_code(flattened(call.args, call.kwargs)[0]),
+            )
 
     def _note_fixed(
         self, fixed: frozenset[OpenSize], call: CallArguments, leaves: Sequence[Any], structure: str

@@ -43,7 +43,7 @@ from autopar.analysis.sample_states import DIVIDES
 from autopar.analysis.uncaptured_samples import relates_samples
 from autopar.analysis.varied_samples import varied
 from autopar.capture.cleanup import aten
-from autopar.capture.node_names import describe, module_path
+from autopar.capture.node_names import describe, described_with_code, module_path
 from autopar.capture.program import Program
 from autopar.capture.repeated_layers.measure_once import TensorShape
 from autopar.capture.uncaptured import uncaptured
@@ -210,8 +210,14 @@ def _without_values(
 
 
 def _whole_only(program: Program, leaves: list[Any], flat: list[Any], norms: tuple[str, ...], why: str) -> Batching:
-    """The Batching of a batch that must stay whole."""
-    storages = look(program.graph_module, leaves, device=program.device).storages
+    """The Batching of a batch that must stay whole. An error that the model raises on these inputs says where."""
+    try:
+        storages = look(program.graph_module, leaves, device=program.device).storages
+    except Exception as error:
+        node = getattr(error, "autopar_node", None)
+        if node is not None:
+            error.add_note(f"the model itself raises this on the inputs of this call, at {described_with_code(node)}")
+        raise
     combinations = tuple(OutputCombination("first" if isinstance(o, fx.Node) else "constant") for o in flat)
     return Batching(combinations, why, norms, dict.fromkeys(storages), storages)
 

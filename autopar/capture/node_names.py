@@ -31,6 +31,12 @@ def source_line(node: fx.Node) -> str:
     return f"{chosen[0][0]}:{chosen[0][1]}" if chosen else ""
 
 
+def described_with_code(node: fx.Node) -> str:
+    """`describe(node)`, and below it the lines of the user's model that called it."""
+    source = users_frames(node)
+    return describe(node) + (f"\nThe model's code:\n{source}" if source else "")
+
+
 def users_frames(node: fx.Node) -> str:
     """The traceback of the user's code that created `node`, without autopar's own frames."""
     frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")

@@ -89,6 +89,16 @@ def test_an_operator_that_fails_names_stage_micro_batch_module_and_line(how: str
     assert threading.active_count() <= threads  # others' may end meanwhile
 
 
+def test_a_first_call_that_fails_names_module_and_line_too() -> None:
+    pm = autopar.parallelize(Lookup(), ["cpu"] * 2, n_microbatches=2, tune=0)
+    with pytest.raises(IndexError, match="out of range") as caught:
+        pm(*call(wrong_row=1))
+    (note,) = caught.value.__notes__
+    assert "aten.embedding.default in module 'table'" in note
+    assert "return self.last(hidden + self.table(tokens))" in note
+    assert_works(pm)
+
+
 def test_the_code_shown_is_the_models_alone() -> None:
     pm = pipelined()
     pm(*call())

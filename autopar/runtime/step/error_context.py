@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.node_names import describe, users_frames
+from autopar.capture.node_names import describe, described_with_code
 from autopar.errors import InputError, NotANumberError
 from autopar.runtime.stages.stage_replica import StageReplica
 from autopar.schedule.clock import Phase
@@ -47,10 +47,7 @@ def add_context(error: Exception, replica: StageReplica, phase: Phase, microbatc
         line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
         node = names.get(line.partition(" ")[0])
         if node is not None and trace.tb_frame.f_locals.get("self") in (replica.module, replica.code):
-            note += f", at {describe(node)}"
-            source = users_frames(node)
-            if source:
-                note += f"\nThe model's code:\n{source}"
+            note += f", at {described_with_code(node)}"
         trace = trace.tb_next
     error.add_note(note)
     if _out_of_memory(error):

@@ -128,12 +128,9 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False, proof: P
     failures = []
     for least_rows, rows in attempts:
         try:
-            findings = [
-                _look(program, flat, probe(program, leaves, rows, reverse=reverse), rows, rows - least_rows, proven)
-                for reverse in orders
-            ]
+            samples, findings = _compared(program, flat, leaves, orders, rows, rows - least_rows, proven)
             for seed in range(VARIATIONS if proof.verdict == "open" or verify else 0):
-                other = varied(program, probe(program, leaves, rows, reverse=False), seed)
+                other = varied(program, samples, seed)
                 with contextlib.suppress(Exception):  # values that the model does not take
                     finding = _look(program, flat, other, rows, rows - least_rows, proven, findings[0].combinations)
                     findings.append(finding)
@@ -150,6 +147,25 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False, proof: P
         obstacle = obstacle or batching.obstacle
     fixed = failures[0] if failures and len(failures) == len(attempts) else ""
     return replace(_whole_only(program, leaves, flat, norms, obstacle), fixed=fixed)
+
+
+def _compared(
+    program: Program,
+    flat: list[Any],
+    leaves: list[Any],
+    orders: Sequence[bool],
+    rows: int,
+    first: int,
+    proven: list[OutputCombination | None],
+) -> tuple[list[Any], list[_Finding]]:
+    """What samples show that differ from each other, and samples of the example where the model does not take others
+    (an input of floats may hold indices). Returns samples that the model takes, too. `orders`: True for reversed."""
+    made = [probe(program, leaves, rows, reverse=reverse) for reverse in orders]
+    try:
+        return made[0], [_look(program, flat, samples, rows, first, proven) for samples in made]
+    except Exception:
+        own = [samples_of(program, leaves, 0, rows, reverse=reverse) for reverse in orders]
+        return own[0], [_look(program, flat, samples, rows, first, proven) for samples in own]
 
 
 def _works_only_for(size: int, error: Exception) -> str:

@@ -68,12 +68,14 @@ def probe(program: Program, leaves: list[Any], rows: int, *, reverse: bool) -> l
     return result
 
 
-def samples_of(program: Program, leaves: list[Any], start: int, stop: int) -> list[Any]:
-    """The flat inputs for samples `start` to `stop`."""
-    return [
+def samples_of(program: Program, leaves: list[Any], start: int, stop: int, *, reverse: bool = False) -> list[Any]:
+    """The flat inputs for samples `start` to `stop`. `reverse`: the last one first."""
+    parts = [
         x if i.batch_dim is None else x.narrow(i.batch_dim, start, stop - start)
         for x, i in zip(leaves, program.inputs, strict=True)
     ]
+    dims = [i.batch_dim for i in program.inputs]
+    return [x if d is None or not reverse else x.flip(d) for x, d in zip(parts, dims, strict=True)]
 
 
 def _table_rows(node: fx.Node) -> int:

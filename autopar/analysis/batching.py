@@ -74,6 +74,13 @@ class Batching:
     def splittable(self) -> bool:
         return not self.obstacle
 
+    def whole_because(self, *, exact_norms: bool) -> str:
+        """Why the batch must be one micro-batch; "" if it may be split. `exact_norms`: batch norms take the statistics
+        of the whole batch."""
+        if self.obstacle or not exact_norms or not self.batch_norms:
+            return self.obstacle
+        return f"batch_norm='exact' and '{self.batch_norms[0]}' normalises by the whole batch's statistics"
+
 
 def is_training_batch_norm(node: fx.Node, module: fx.GraphModule) -> bool:
     """Whether `node` normalises by the statistics of its input batch."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _UNKNOWN: Storages = {}
 ONE_DEVICE = "one device with enough memory"  # what `Plan.single_device_time` is of: it counts no memory
 DROPPED = ", so its predictions were dropped"  # ends a note of a plan without predictions
+ONE_MICROBATCH = "one micro-batch: "  # and why
 _UNPROVEN = "the batch is split because a few samples say so, without a proof: "
 
 
@@ -210,7 +211,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         The plan itself, if it has no predictions; less a note about how it splits the batch, as that may change, too.
         """
         if self.predicted_step_time is None and all(stage.forward_time is None for stage in self.stages):
-            notes = tuple(note for note in self.notes if not note.startswith(_UNPROVEN))
+            notes = tuple(note for note in self.notes if not note.startswith((_UNPROVEN, ONE_MICROBATCH)))
             return self if notes == self.notes else replace(self, notes=notes)
         return replace(self.decision, notes=(f"{why}{DROPPED}",), assumed=self.assumed)
 
@@ -326,6 +327,14 @@ def with_notes(plan: Plan, notes: Sequence[str]) -> Plan:
     """`plan` with those of `notes` that it lacks; the same object if it lacks none."""
     missing = tuple(note for note in notes if note not in plan.notes)
     return replace(plan, notes=(*missing, *plan.notes)) if missing else plan
+
+
+def with_whole_batch(plan: Plan, why: str) -> Plan:
+    """`plan` with one micro-batch and a note that says why; the same object if it has one, or if `why` is ""."""
+    if not why or plan.n_microbatches == 1:
+        return plan
+    whole = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
+    return with_notes(whole, [f"{ONE_MICROBATCH}{why}"])
 
 
 def with_unproven_split(plan: Plan, why: str) -> Plan:

@@ -19,7 +19,7 @@ from autopar.costs.python_overhead import NOT_MEASURED
 from autopar.costs.shared_hardware import SHARED_GPU, shared_gpu_notes
 from autopar.errors import PlanError
 from autopar.plan.assignment import unknown_operators
-from autopar.plan.plan import DROPPED, Plan, with_notes, with_unproven_split
+from autopar.plan.plan import DROPPED, Plan, with_notes, with_unproven_split, with_whole_batch
 from autopar.plan.recompute import Recompute
 from autopar.plan.scaling import notes_without_scale
 from autopar.plan.stage import Stage, StageTransfer
@@ -117,9 +117,8 @@ def completed(plan: Plan, example: Example, costs: CostGraph) -> Plan:
     """
     plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
     batch, least = costs.batch_size, example.batching.least_rows
-    if example.batching.obstacle:
-        plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
-    elif plan.n_microbatches > (most := len(split_sizes(batch, plan.n_microbatches, least))):
+    plan = with_whole_batch(plan, example.batching.obstacle)
+    if plan.n_microbatches > (most := len(split_sizes(batch, plan.n_microbatches, least))):
         needs = f", and the model needs at least {least} in a micro-batch" if least > 1 else ""
         raise PlanError(
             f"the plan has {plan.n_microbatches} micro-batches, but the batch has {batch} samples{needs}; give "

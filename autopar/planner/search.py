@@ -16,7 +16,7 @@ from functools import partial
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.shared_hardware import one_worker_per_gpu, shared_gpu_notes
 from autopar.errors import InputError
-from autopar.plan.plan import Plan, with_unproven_split
+from autopar.plan.plan import ONE_MICROBATCH, Plan, with_unproven_split
 from autopar.plan.stage import RunnerUp
 from autopar.planner.explain import explanation, why_no_more
 from autopar.planner.explainers import Explainer, with_explainer
@@ -168,7 +168,7 @@ def _notes(searching: Searching, best: Candidate, candidates: Sequence[Candidate
     costs, options = searching.costs, searching.options
     notes = list(costs.notes)
     if options.one_microbatch_because:
-        notes.append(f"one micro-batch: {options.one_microbatch_because}")
+        notes.append(f"{ONE_MICROBATCH}{options.one_microbatch_because}")
     used, offered = best.arrangement.n_devices, len(costs.devices)
     if costs.crowding(offered) > 1:
         notes.append(

@@ -47,9 +47,7 @@ def search_options(example: Example, options: PlanOptions, n_devices: int) -> tu
     and the options of the search. Raises PlanError for hints that contradict each other or the model, and InputError
     for more micro-batches than the model allows."""
     batching = example.batching
-    why = batching.obstacle
-    if not why and options.batch_norm == "exact" and batching.batch_norms:
-        why = f"batch_norm='exact' and '{batching.batch_norms[0]}' normalises by the whole batch's statistics"
+    why = batching.whole_because(exact_norms=options.batch_norm == "exact")
     n_microbatches = options.n_microbatches
     if why and (n_microbatches or 1) > 1:
         n_microbatches = 1  # a note in the plan gives the reason, and so does a warning where the plan runs

@@ -32,8 +32,8 @@ from autopar.runtime.signatures.bound_signature import (
     Lookup,
     RunSettings,
     check_follows_hints,
-    keeps_batch_whole,
     lowered_by,
+    whole_because,
 )
 from autopar.runtime.signatures.captures import BoundCall, CallArguments, Captures
 from autopar.runtime.signatures.known import Decide, Signatures
@@ -202,7 +202,7 @@ class RankSignatures(Signatures):
             watch_nan=self.settings.watch_nan,
         )
         signature.plan = plan
-        signature.n_microbatches = 1 if keeps_batch_whole(batching, self.settings) else plan.n_microbatches
+        signature.n_microbatches = 1 if whole_because(batching, self.settings) else plan.n_microbatches
         signature.lowered, signature.executable, signature.whole = lowered, executable, None
 
     def _compare(self, signature: BoundSignature, plan: Plan) -> None:

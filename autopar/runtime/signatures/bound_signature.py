@@ -68,9 +68,9 @@ class BoundSignature:
     whole: BoundSignature | None = None  # the same without shards, for batches that the shards do not divide
 
 
-def keeps_batch_whole(batching: Batching, settings: RunSettings) -> bool:
-    """Whether the batch must be one micro-batch."""
-    return not batching.splittable or (settings.batch_norm == "exact" and bool(batching.batch_norms))
+def whole_because(batching: Batching, settings: RunSettings) -> str:
+    """Why the batch must be one micro-batch; "" if it may be split."""
+    return batching.whole_because(exact_norms=settings.batch_norm == "exact")
 
 
 def bind(
@@ -92,7 +92,7 @@ def bind(
     if check_hints:
         check_follows_hints(plan, signature, model, len(devices), stage_of)
     lowered = lowered_by(plan, signature, stage_of, settings)
-    n_microbatches = 1 if keeps_batch_whole(signature.batching, settings) else plan.n_microbatches
+    n_microbatches = 1 if whole_because(signature.batching, settings) else plan.n_microbatches
     executable = None
     if _is_plain(plan, n_microbatches, settings):
         device = find_device(devices, plan.used_devices[0]).torch_device

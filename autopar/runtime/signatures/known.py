@@ -19,12 +19,12 @@ from autopar.analysis.loss import LossSplit
 from autopar.analysis.own_loss import check_own_loss, own_loss
 from autopar.capture.program import Program
 from autopar.errors import InputError, each_warning_once
-from autopar.plan.plan import Plan, with_notes, with_unproven_split
+from autopar.plan.plan import Plan, with_notes, with_unproven_split, with_whole_batch
 from autopar.runtime.signatures.bound_signature import (
     BoundSignature,
     RunSettings,
     bind,
-    keeps_batch_whole,
+    whole_because,
     without_shards,
 )
 from autopar.runtime.signatures.captures import BoundCall, CallArguments, Captures
@@ -157,9 +157,8 @@ class Signatures:
     def _user_plan_here(self, plan: Plan, signature: BoundSignature) -> Plan:
         """The user's plan on the devices at hand."""
         plan = plan.on([device.name for device in self._devices])
-        whole = keeps_batch_whole(signature.batching, self.settings)
-        if signature.program.batch_size > 1 and whole and plan.n_microbatches > 1:
-            plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
+        if signature.program.batch_size > 1:
+            plan = with_whole_batch(plan, whole_because(signature.batching, self.settings))
         return plan.listing(signature.program, signature.batching.storages)
 
     def _decided(self, bound: BoundCall, call: CallArguments) -> Plan:

@@ -27,7 +27,7 @@ from torch import fx, nn
 from autopar.analysis.batch_proof import OutputCombination, Walk, combination, prove, walk_of
 from autopar.analysis.batching import VARIATIONS, Batching, study, study_again
 from autopar.analysis.compared_outputs import combined_nodes
-from autopar.analysis.node_values import probe, samples_of
+from autopar.analysis.node_values import floats_differ, probe
 from autopar.analysis.operators import bases, is_random, nested_block, replicable_nodes, written_arguments
 from autopar.analysis.placed_graph import PlacedGraph
 from autopar.analysis.sample_states import Mean, Mixed, Unproven
@@ -263,10 +263,11 @@ class _Cut:
         if self._leaves is None:
             return frozenset()
         rows = min(self._program.batch_size, _SAMPLES)
-        samples = probe(self._program, self._leaves, rows, reverse=False)
-        own = samples_of(self._program, self._leaves, 0, rows)  # a model may not take others
-        variations = [varied(self._program, source, seed) for source in (samples, own) for seed in range(VARIATIONS)]
-        return combined_nodes(self._program, [samples, own, *variations], rows)
+        sources = [probe(self._program, self._leaves, rows, own_floats=own) for own in (False, True)]
+        if not floats_differ(self._program, sources[1]):
+            del sources[1]  # equal samples would hide that they meet
+        variations = [varied(self._program, source, seed) for source in sources for seed in range(VARIATIONS)]
+        return combined_nodes(self._program, [*sources, *variations], rows)
 
     def _size_depends_on_values(self, node: fx.Node) -> bool:
         return bool(symbols_in(node.meta.get("val")) - self._walk.symbols)

@@ -32,6 +32,7 @@ from autopar.analysis.node_values import (
     DROPOUT,
     Look,
     changed_dims,
+    floats_differ,
     look,
     observe,
     probe,
@@ -165,13 +166,15 @@ def _compared(
     first: int,
     proven: list[OutputCombination | None],
 ) -> tuple[list[Any], list[_Finding]]:
-    """What samples show that differ from each other, and samples of the example where the model does not take others
-    (an input of floats may hold indices). Returns samples that the model takes, too. `orders`: True for reversed."""
+    """What samples show that differ from each other, made up or, where the model does not take those, of the example.
+    Returns samples that the model takes, too. `orders`: True for reversed. Raises what the model raises."""
     made = [probe(program, leaves, rows, reverse=reverse) for reverse in orders]
     try:
         return made[0], [_look(program, flat, samples, rows, first, proven) for samples in made]
     except Exception:
-        own = [samples_of(program, leaves, 0, rows, reverse=reverse) for reverse in orders]
+        own = [probe(program, leaves, rows, reverse=reverse, own_floats=True) for reverse in orders]
+        if not all(proven) and not floats_differ(program, own[0]):
+            raise  # equal samples would hide that they meet
         return own[0], [_look(program, flat, samples, rows, first, proven) for samples in own]
 
 

@@ -40,12 +40,15 @@ _EXPONENT = 0.65
 _HUGE = 1e15  # larger values are infinities in masks
 
 
-def probe(program: Program, leaves: list[Any], rows: int, *, reverse: bool) -> list[Any]:
+def probe(
+    program: Program, leaves: list[Any], rows: int, *, reverse: bool = False, own_floats: bool = False
+) -> list[Any]:
     """Flat inputs of `rows` samples that differ from each other, derived from the example's inputs `leaves`.
 
     A degenerate example (all zeros, equal rows) must not hide a dependence between samples. So floating-point inputs
     are shuffled and their rows scaled differently, and indices of an embedding that are equal in all rows are replaced
     by random ones. `reverse`: reverse the samples; a model that sorts samples changes at least one of both orders.
+    `own_floats`: leave floating-point inputs as they are, for a model that does not take others (some may be indices).
     """
     generator = torch.Generator().manual_seed(0)
     sizes = {n.name: size for n in program.graph.nodes if n.op == "placeholder" and (size := _table_rows(n))}
@@ -55,7 +58,7 @@ def probe(program: Program, leaves: list[Any], rows: int, *, reverse: bool) -> l
             result.append(leaf)
             continue
         x = leaf.detach().narrow(spec.batch_dim, 0, rows)
-        if x.is_floating_point() and x.numel():
+        if x.is_floating_point() and x.numel() and not own_floats:
             flat = x.flatten()[torch.randperm(x.numel(), generator=generator).to(x.device)]
             if bool((flat == flat[0]).all()):
                 flat = flat + torch.rand(flat.shape, generator=generator, device="cpu").to(flat)
@@ -68,14 +71,19 @@ def probe(program: Program, leaves: list[Any], rows: int, *, reverse: bool) -> l
     return result
 
 
-def samples_of(program: Program, leaves: list[Any], start: int, stop: int, *, reverse: bool = False) -> list[Any]:
-    """The flat inputs for samples `start` to `stop`. `reverse`: the last one first."""
-    parts = [
+def floats_differ(program: Program, samples: Sequence[Any]) -> bool:
+    """Whether no floating-point input is the same in all samples."""
+    dims = [spec.batch_dim for spec in program.inputs]
+    batched = [(x, dim) for x, dim in zip(samples, dims, strict=True) if dim is not None and x.is_floating_point()]
+    return all(bool((x != x.narrow(dim, 0, 1)).any()) for x, dim in batched if x.numel())
+
+
+def samples_of(program: Program, leaves: list[Any], start: int, stop: int) -> list[Any]:
+    """The flat inputs for samples `start` to `stop`."""
+    return [
         x if i.batch_dim is None else x.narrow(i.batch_dim, start, stop - start)
         for x, i in zip(leaves, program.inputs, strict=True)
     ]
-    dims = [i.batch_dim for i in program.inputs]
-    return [x if d is None or not reverse else x.flip(d) for x, d in zip(parts, dims, strict=True)]
 
 
 def _table_rows(node: fx.Node) -> int:

@@ -48,10 +48,19 @@ def test_samples_that_do_not_meet_are_split(verify: bool) -> None:
     assert [output.combine for output in batching.outputs] == ["cat", "mean"]
 
 
-def test_samples_that_meet_stay_together() -> None:
-    x = patches(4)
-    _, batching = batch_tail.studied(capture(Patches(lambda h: h - h.flip(0).cumsum(0)), (x,), {}), [x])
-    assert not batching.splittable or batching.tail is not None
+MIXING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cumsum": lambda h: h.cumsum(0),
+    "fft": lambda h: torch.fft.fft(h, dim=0).imag,  # zero for equal samples
+}
+
+
+@pytest.mark.parametrize("operator", MIXING)
+@pytest.mark.parametrize("equal", [False, True])
+def test_samples_that_meet_stay_together_even_if_the_example_s_are_equal(operator: str, equal: bool) -> None:
+    x = patches(1).repeat(4, 1, 1) if equal else patches(4)
+    _, batching = batch_tail.studied(capture(Patches(lambda h: h + MIXING[operator](h)), (x,), {}), [x])
+    whole = batching.obstacle if batching.tail is None else batching.tail.why
+    assert operator in whole
 
 
 @pytest.mark.parametrize("tail", [torch.mean, similarities])

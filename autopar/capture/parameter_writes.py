@@ -190,13 +190,13 @@ def _unless_done(cast: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
     @functools.wraps(cast)
     def wanted(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        done = _is(module, [*args, *kwargs.values(), *filter(None, [_TYPES.get(cast.__name__)])])
+        done = _has_already(module, [*args, *kwargs.values(), *filter(None, [_TYPES.get(cast.__name__)])])
         return module if done else cast(module, *args, **kwargs)
 
     return wanted
 
 
-def _is(module: nn.Module, wanted: Sequence[Any]) -> bool:
+def _has_already(module: nn.Module, wanted: Sequence[Any]) -> bool:
     """Whether all tensors of a module have the types and devices in `wanted`; False if anything else is in it."""
     types = [one for one in wanted if isinstance(one, torch.dtype)]
     devices = [torch.device(one) for one in wanted if isinstance(one, (torch.device, str))]

@@ -54,7 +54,8 @@ class Row:
     over_best: float | None = None  # median over rounds of its time / autopar's fastest system on processes
     loss_error: float | None = None
     gradient_error: float | None = None
-    predicted: float | None = None  # s
+    predicted: float | None = None  # s, scaled by the steps that it ran while it was planned
+    priced: float | None = None  # s, as predicted from prices alone
     sent: int | None = None  # bytes of both ranks in a step, point to point
     planned: int | None = None  # bytes that the plan says
 
@@ -160,8 +161,10 @@ def _row(
         planned = sum(t.forward_bytes + t.backward_bytes for t in plan.transfers) * plan.n_microbatches
         if any(stage.sharding is not None for stage in plan.stages):
             sent = planned = None  # collectives, which the plan lists by themselves
-    predicted = None if plan is None or name.startswith(THREADS) else plan.predicted_step_time
-    return Row(name, system.how, steps, over, *errors, predicted, sent, planned)
+    predicted = priced = None
+    if plan is not None and plan.predicted_step_time is not None and not name.startswith(THREADS):
+        predicted, priced = plan.predicted_step_time, plan.predicted_step_time / (plan.time_scale or 1.0)
+    return Row(name, system.how, steps, over, *errors, predicted, priced, sent, planned)
 
 
 def _loss_of(subject: Subject) -> float:
@@ -246,9 +249,10 @@ def _gradients(ranks: Processes, name: str, names: list[str]) -> Gradients:
 def _table(title: str, rows: list[Row]) -> Table:
     return Table(
         f"Step of {title}",
-        ("", "how", "measured ms", "/ autopar's best", "predicted / measured", "sent MB (plan)", "errors"),
+        ("", "how", "measured ms", "/ autopar's best", "predicted / measured (priced)", "sent MB (plan)", "errors"),
         tuple(_line(row) for row in rows),
         "Forward and backward of a mean loss on two cores, measured in turn; medians, and of the ratios in each round. "
+        "Predicted: scaled by the steps that the plan ran while it was planned, if it did; priced: from prices alone. "
         "What is sent: activations and their gradients between stages, by both ranks in a step. Errors of loss and "
         "gradients are relative to the plain model's.",
     )
@@ -257,7 +261,9 @@ def _table(title: str, rows: list[Row]) -> Table:
 def _line(row: Row) -> tuple[str, ...]:
     if row.measured is None or row.over_best is None:
         return (row.system, f"not timed: {row.how}", *[""] * 5)
-    predicted = "" if row.predicted is None else f"{row.predicted / row.measured:.2f}"
+    predicted = ""
+    if row.predicted is not None and row.priced is not None:
+        predicted = f"{row.predicted / row.measured:.2f} ({row.priced / row.measured:.2f})"
     sent = "" if row.sent is None or row.planned is None else f"{row.sent / 1e6:.2f} ({row.planned / 1e6:.2f})"
     errors = "" if row.loss_error is None else f"{row.loss_error:.0e}, {row.gradient_error:.0e}"
     return (row.system, row.how, f"{row.measured * 1e3:.1f}", f"{row.over_best:.2f}", predicted, sent, errors)

@@ -92,12 +92,12 @@ def parallelize(
             split if the model has batch norm in training mode.
         batch_dim: the batch dimension of the inputs (default 0), or a dict from input names to dimensions (None: the
             input has no batch dimension), in which an input that is not named has the default.
-        tune: "auto": before a plan is followed, it, the best plan on one device, the best ones without shards and
-            without replicas, and the plain model run for a few steps, on copies of the model, and the fastest is
-            followed. A number: the same with as many of the best plans. 0 trusts the prediction.
+        tune: "auto": before a plan is followed, it, the best plan on one device, the best ones without shards, without
+            replicas and without a pipeline, and the plain model run for a few steps, on copies of the model, and the
+            fastest is followed. A number: the same with as many of the best plans. 0 trusts the prediction.
         candidates: your own plans by name; `tune` runs them beside the others.
-        calibrate: scale predictions by measured steps of the whole model, run on copies, as `tune` does where the plain
-            model is among what it runs.
+        calibrate: scale predictions by measured steps of the whole model, run on copies. `tune` scales them by the
+            steps of the plan itself.
         verify: check on a few samples that splitting the batch keeps the results, also where it is proven from the
             graph. What is not proven is always checked.
         strict: raise CaptureError for a model with parts that cannot be captured, instead of running these uncaptured.

@@ -11,6 +11,8 @@ different work at any moment; they take the factor of one device:
     3 replicas               predicted 50 ms, expected now 50 ms x 1.20 = 60 ms, by the most similar number
     a pipeline on 2          predicted 64 ms, expected now 64 ms x 1.10 = 70 ms
 
+A plan that ran itself has a factor of its own: no other plan tells as much about it.
+
 Over five runs of `python -m benchmarks run accuracy` on two processors, the 60 steps of pipelines were off by 3.9 % in
 the median this way (95th percentile 11.6 %), and by 5.0 % (14.6 %) with the factor of replicas.
 """
@@ -27,14 +29,14 @@ from autopar.plan.scaling import scaled
 
 @dataclass(frozen=True)
 class PresentSpeed:
-    """Measured over predicted seconds of steps of the whole model."""
+    """Measured over predicted seconds of steps."""
 
     factors: Mapping[tuple[str, int], float] = field(hash=False)  # by device kind and number of busy devices
     steps: int  # behind each factor, at least
 
     @classmethod
-    def of(cls, measured: Iterable[tuple[Plan, Sequence[float]]]) -> PresentSpeed | None:
-        """From plans with predictions and the seconds of their steps; None if none of them runs the whole model.
+    def of(cls, measured: Iterable[tuple[Plan, Sequence[float]]]) -> PresentSpeed:
+        """From plans with predictions and the seconds of their steps; those that run the whole model give factors.
 
         Of several with as many busy devices the one with the fewest micro-batches counts: the plain model, if it ran.
         """
@@ -42,26 +44,28 @@ class PresentSpeed:
         for plan, seconds in sorted(measured, key=lambda pair: pair[0].n_microbatches):
             if runs_whole_model(plan) and seconds:
                 chosen.setdefault((_kinds(plan)[0], _busy(plan)), (plan, seconds))
-        if not chosen:
-            return None
         factors = {key: median(seconds) / (plan.predicted_step_time or 1.0) for key, (plan, seconds) in chosen.items()}
-        return cls(factors, min(len(seconds) for _, seconds in chosen.values()))
+        return cls(factors, min((len(seconds) for _, seconds in chosen.values()), default=0))
 
     def factor(self, plan: Plan) -> float | None:
-        """By which the predictions of a plan are multiplied; None if a kind of its devices was not measured."""
+        """By which the predictions of a plan that did not run are multiplied; None if a kind of its devices was not
+        measured."""
         busy = _busy(plan) if runs_whole_model(plan) else 1
         known = [self._factor(kind, busy) for kind in _kinds(plan)]
         if not known or plan.predicted_step_time is None:
             return None
         return None if None in known else fmean(factor for factor in known if factor is not None)
 
-    def applied(self, plan: Plan) -> Plan:
-        """The plan with predictions for the machine as it is now; the plan itself if a factor is not known."""
-        factor = self.factor(plan)
+    def applied(self, plan: Plan, own: Sequence[float] = ()) -> Plan:
+        """The plan with predictions for the machine as it is now; the plan itself if a factor is not known.
+
+        `own`: seconds of steps of this plan."""
+        factor = median(own) / plan.predicted_step_time if own and plan.predicted_step_time else self.factor(plan)
         if factor is None:
             return plan
-        single = self._factor(plan.device_kinds[0], 1)
-        return scaled(plan, factor, self.steps, single=factor if single is None else single)
+        single = self._factor(plan.device_kinds[0], 1) if plan.device_kinds else None
+        of = "this plan" if own else "the whole model"
+        return scaled(plan, factor, len(own) or self.steps, of, single=single)
 
     def _factor(self, kind: str, busy: int) -> float | None:
         """Of the most similar number of busy devices."""

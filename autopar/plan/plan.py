@@ -73,7 +73,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
     runners_up: tuple[RunnerUp, ...] = ()
     measured_step_time: float | None = None  # s, of a tuned plan
     measured_threads: int | None = None  # of operators in those steps, where predictions are for another number
-    time_scale: float | None = None  # by which measured steps of the whole model multiplied all predicted seconds
+    time_scale: float | None = None  # by which measured steps multiplied all predicted seconds
     action_time: float | None = None  # s of Python for every action; None: not measured
     message_time: float | None = None  # s of each end of a message between processes; None: in one, or not measured
     one_worker: bool = False  # does all actions, by the prediction: operators are too small for several

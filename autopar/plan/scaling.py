@@ -11,13 +11,13 @@ from autopar.sharding.stage_sharding import StageSharding
 _NOTE = "predictions scaled by"
 
 
-def scaled(plan: Plan, factor: float, steps: int, *, single: float | None = None) -> Plan:
+def scaled(plan: Plan, factor: float, steps: int, of: str, *, single: float | None = None) -> Plan:
     """`plan` with all predicted seconds multiplied by `factor`, and a note that says so.
 
-    `steps`: measured steps of the whole model that the factor comes from. `single`: the factor for one device, if it is
-    another one.
+    `steps`: measured steps that the factor comes from, `of` the whole model or this plan. `single`: the factor for one
+    device, if it is another one.
     """
-    note = f"{_NOTE} {factor:.3g} after {steps} measured step{'s' if steps > 1 else ''} of the whole model"
+    note = f"{_NOTE} {factor:.3g} after {steps} measured step{'s' if steps > 1 else ''} of {of}"
     return replace(
         plan,
         stages=tuple(_scaled_stage(stage, factor) for stage in plan.stages),

@@ -91,7 +91,7 @@ def small_plans(draw: st.DrawFn) -> Plan:
 def test_the_timeline_of_a_plan_s_own_numbers_is_its_predicted_step(plan: Plan, factor: float) -> None:
     """However uneven its micro-batches, also of a plan from a file and of one that is scaled to measured steps."""
     loaded = Plan.from_json(plan.to_json())
-    for one in (plan, loaded, scaled(loaded, factor, steps=3)):
+    for one in (plan, loaded, scaled(loaded, factor, 3, "this plan")):
         step = step_of_plan(one)
         assert step is not None
         assert step.timeline().step_time == pytest.approx(one.predicted_step_time, rel=SAME)

@@ -94,6 +94,17 @@ def test_rounds_that_disagree_are_followed_by_more(
     assert not found.doubt
 
 
+def test_contestants_close_to_the_fastest_run_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first round that counts, `b` looks faster than `a`; `c` is far behind, and `d` alone would be."""
+    took = {"a": [1.0, 1.2, 1.0, 1.0, 1.0], "b": [1.1, 1.1, 1.1, 1.1, 1.1], "c": [3.0, 3.0], "d": [1.0, 1.0]}
+    monkeypatch.setattr(ThreadsWaiting, "now", classmethod(lambda cls: cls(None)))
+    racers = {name: Racer(name, lambda name: took[name].pop(0)) for name in took}
+    several = [racers[name] for name in "abc"]
+    found = steady_steps(several, (), Rounds(1, finals=3), lambda *_: None, lambda *_: "")
+    assert found.steps == {"a": (1.2, 1.0, 1.0, 1.0), "b": (1.1,) * 4, "c": (3.0,)}
+    assert steady_steps([racers["d"]], (), Rounds(1, finals=3), lambda *_: None, lambda *_: "").steps == {"d": (1.0,)}
+
+
 # -- what is believed --------------------------------------------------------------------------------------------------
 
 

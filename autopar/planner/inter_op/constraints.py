@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,10 @@ class Constraints:
     stage_of: Mapping[str, int]  # node -> the stage that it is pinned to
     recompute: frozenset[str]  # nodes whose stage recomputes
     together: tuple[frozenset[str], ...]  # nodes of one stage
+
+    def in_one_stage(self, nodes: Iterable[str]) -> Constraints:
+        """These constraints, and all of `nodes` in the same stage."""
+        return replace(self, together=(*self.together, frozenset(nodes)))
 
 
 NO_CONSTRAINTS = Constraints({}, frozenset(), ())

@@ -122,16 +122,16 @@ class Rounds(NamedTuple):
     least: int  # rounds that count
     seconds: float = 0.0  # more rounds until every contestant has run as long
     budget: float = math.inf  # s: no more rounds after that, if one counts
+    finals: int = 0  # more rounds of those that are close to the fastest, with a budget of their own
 
     def done(self, steps: Sequence[Sequence[float]], elapsed: float) -> float:
-        """The part of the rounds that is done. `steps`: seconds of each contestant, the warm-up included."""
-        counted = [seconds[1:] for seconds in steps]
-        if not all(counted):
+        """The part of the rounds that is done. `steps`: seconds of each contestant that count."""
+        if not all(steps):
             return 0.0
         if elapsed >= self.budget:
             return 1.0
-        ran = min(sum(seconds) for seconds in counted) / self.seconds if self.seconds else 1.0
-        return min(1.0, len(counted[0]) / self.least, ran)
+        ran = min(sum(seconds) for seconds in steps) / self.seconds if self.seconds else 1.0
+        return min(1.0, len(steps[0]) / self.least, ran)
 
 
 class Round(NamedTuple):
@@ -142,7 +142,7 @@ class Round(NamedTuple):
 
 
 def rounds_in_turn(
-    contestants: Sequence[Racer], devices: Sequence[Device], rounds: Rounds, progress: Progress
+    contestants: Sequence[Racer], devices: Sequence[Device], rounds: Rounds, progress: Progress, warm_ups: int = 1
 ) -> list[Round]:
     """The rounds that count."""
     steps: list[list[float]] = [[] for _ in contestants]
@@ -155,8 +155,9 @@ def rounds_in_turn(
                 progress(f"measuring {contestant.name}", done)
                 seconds.append(contestant.timed(devices))
             waited.append(waiting.since())
-            done = rounds.done(steps, time.perf_counter() - start)
-    return [Round(*one) for one in zip(zip(*steps, strict=True), waited, strict=True)][1:]
+            counted = [seconds[warm_ups:] for seconds in steps]
+            done = rounds.done(counted, time.perf_counter() - start)
+    return [Round(*one) for one in zip(zip(*steps, strict=True), waited, strict=True)][warm_ups:]
 
 
 def steps_in_turn(

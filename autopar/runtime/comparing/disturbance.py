@@ -7,6 +7,8 @@ which a step took much longer than in the others counts as disturbed. Rounds who
     1       60 ms       110 ms        1 ms
     2       190 ms      2300 ms       900 ms             left out
     3       61 ms       111 ms        0 ms
+
+Contestants that are close to the fastest run some more rounds at the end.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ _LONGER = 1.5  # a step over the typical one of the same contestant: the same, w
 _ENOUGH_TO_TELL = 3  # rounds
 _AGREE = 1.25  # the highest over the lowest ratio of two contestants, of rounds that agree
 _PASSES = 3  # of rounds, at most
+_CLOSE = 1.25  # over the fastest contestant's step: a round or two do not tell which of them is faster
 _MOST_GAIN = 1.5  # times the number of devices: a higher speed-up is not one
 _OFF = 4.0  # measured / predicted of one plan over that of the others
 
@@ -60,7 +63,20 @@ def steady_steps(
         doubt = doubts(steps, quiet)
         if not doubt and agree(kept):
             break
+    if rounds.finals and not doubt and (close := _close(contestants, steps)):
+        finals = Rounds(rounds.finals, budget=rounds.budget)
+        kept, _ = undisturbed(rounds_in_turn(close, devices, finals, progress, warm_ups=0))
+        more = dict(zip((one.name for one in close), zip(*(one.seconds for one in kept), strict=True), strict=True))
+        steps = {name: seconds + more.get(name, ()) for name, seconds in steps.items()}
     return SteadySteps(steps, doubt)
+
+
+def _close(contestants: Sequence[Racer], steps: Steps) -> list[Racer]:
+    """The contestants that more rounds may show to be the fastest; none where one is alone in front."""
+    typical = {name: median(seconds) for name, seconds in steps.items()}
+    limit = _CLOSE * min(typical.values())
+    close = [one for one in contestants if typical[one.name] <= limit]
+    return close if len(close) > 1 else []
 
 
 def undisturbed(rounds: Sequence[Round]) -> tuple[list[Round], bool]:

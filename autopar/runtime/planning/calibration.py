@@ -47,11 +47,9 @@ def calibrated(
     return at_present_speed(plan, PresentSpeed.of((plans[name], steps) for name, steps in found.steps.items()))
 
 
-def at_present_speed(plan: Plan, speed: PresentSpeed | None) -> Plan:
-    """`plan` with its predictions scaled, still explained by its search."""
-    if speed is None:
-        return plan
-    explainer, now = explainer_of(plan), speed.applied(plan)
+def at_present_speed(plan: Plan, speed: PresentSpeed, own: Sequence[float] = ()) -> Plan:
+    """`plan` with its predictions scaled, still explained by its search. `own`: seconds of its steps, if it ran."""
+    explainer, now = explainer_of(plan), speed.applied(plan, own)
     return with_explainer(now, explainer) if explainer != Explainer() and now is not plan else now
 
 

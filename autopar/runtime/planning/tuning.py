@@ -1,6 +1,7 @@
 """Plans that run before one is followed: the fastest wins, whatever was predicted.
 
-tune="auto"   the plan of the search; the best one on one device, without shards, without replicas, the plain model
+tune="auto"   the plan of the search; the best one on one device, without shards, without replicas, without a
+              pipeline (in one stage); the plain model
 tune=4        the four best plans of the search
 candidates    the user's plans, beside either
 
@@ -9,7 +10,7 @@ warm up | these steps count
 
 That is one pass. Where its rounds disagree or its steps cannot be true, as on a busy machine, up to two more passes
 follow, and the undisturbed rounds of all count (`steady_steps`). Steps that still cannot be true are not followed,
-remembered or scaled with (`disturbance.py`).
+remembered or scaled with (`disturbance.py`). Plans that are close to the fastest run some more rounds.
 
 Where the caller has set other threads than a worker has, the plain model also runs on a worker's: predictions, and what
 "one device" means, are for those.
@@ -56,10 +57,12 @@ _STEPS = 5  # of every plan in a pass with tune=n, after one that warms up
 _LEAST_SECONDS = 0.05  # that every plan runs in a pass with tune="auto": shorter steps vary more
 # With tune="auto", a pass begins no round after this share of the seconds that measuring operators and searching took,
 # or after this many seconds if that is more, the warm-up included. It still has one round that counts, and copies of
-# the model are made before it. So steps take about that at most on a quiet machine, and three times that on a busy one.
+# the model are made before it. Rounds of plans that are close to the fastest may take as long once more. So steps take
+# about twice that at most on a quiet machine, and four times that on a busy one.
 _SHARE = 0.5
 _BUDGET = 0.3
-_RULES = 2  # for what is believed; steps that others let pass are not read
+_FINALS = 4  # rounds of plans that are close to the fastest
+_RULES = 3  # for what is believed; steps that others let pass are not read
 _SAME = 0.05  # with tune="auto", plans whose steps differ by less count as equally fast
 
 
@@ -73,9 +76,8 @@ def tuned(
     meshes: MeshChoices | None,
     in_turn: PlansInTurn,
 ) -> Plan:
-    """The plan that ran fastest, with predictions for the machine as it is now if the whole model was one of those that
-    ran (`PresentSpeed`). `spent`: seconds that planning has taken so far. `meshes`: that stages may have.
-    `in_turn`: runs the plans.
+    """The plan that ran fastest, with predictions for the machine as it is now (`PresentSpeed`). `spent`: seconds that
+    planning has taken so far. `meshes`: that stages may have. `in_turn`: runs the plans.
 
     Copies of the model run, so that the user's stays as it is. With `options.cache`, the predicted and measured seconds
     go into the history of predictions, and tune="auto" remembers them, so that the same call is planned the same way.
@@ -117,7 +119,7 @@ def tuned(
         if cache is not None and auto:
             steps = cache.get(key, partial(_from_json, names=racers.keys()))
         if steps is None:
-            rounds = Rounds(1, _LEAST_SECONDS, max(_BUDGET, _SHARE * spent)) if auto else Rounds(_STEPS)
+            rounds = Rounds(1, _LEAST_SECONDS, max(_BUDGET, _SHARE * spent), _FINALS) if auto else Rounds(_STEPS)
             doubts = partial(why_unbelievable, racers, believed)
             threads = {name: threads for name, (_, threads) in alone.items()}
             found = in_turn.steps(racers, rounds, progress, doubts, threads)
@@ -129,9 +131,9 @@ def tuned(
                 known = [(racers[n], steps[n]) for n in steps if n in believed and racers[n].predicted_step_time]
                 remember([Record.of(p, example.model, costs.devices, s, source="tune") for p, s in known])
     speed = PresentSpeed.of((racers[name], seconds) for name, seconds in steps.items() if name in believed)
-    best = _fastest(plans, racers, steps, _SAME if auto else 0.0)
-    if runs_as_predicted(best, costs.devices, callers):
-        return at_present_speed(best, speed)
+    name, best = _fastest(plans, racers, steps, _SAME if auto else 0.0)
+    if name in believed:
+        return at_present_speed(best, speed, steps[name])
     return at_present_speed(replace(best, measured_threads=callers), speed)
 
 
@@ -153,7 +155,7 @@ def _when_busy(plans: Mapping[str, Plan], racers: Mapping[str, Plan], steps: Ste
     if auto:
         first = next(iter(plans.values()))
         return _with_note(first, f"{busy}; the prediction is followed, and these steps are not remembered")
-    return _with_note(_fastest(plans, racers, steps, 0.0), f"{busy}; these steps are not remembered")
+    return _with_note(_fastest(plans, racers, steps, 0.0)[1], f"{busy}; these steps are not remembered")
 
 
 def _best_predicted(
@@ -180,6 +182,9 @@ def _automatic(costs: CostGraph, search: SearchOptions, meshes: MeshChoices | No
     if any(stage.shards > 1 for stage in best.stages):
         tries.append(("without shards", costs, search))
     tries.append(("without replicas", costs, replace(search, max_replicas=1)))
+    if len(best.stages) > 1 and not search.constraints.stage_of:
+        one_stage = search.constraints.in_one_stage(costs.operators)
+        tries.append(("without a pipeline", costs, replace(search, constraints=one_stage)))
     for name, those, limited in tries:
         try:
             plan = make_plan(those, limited)
@@ -219,8 +224,9 @@ def _from_json(value: Any, names: Any) -> dict[str, tuple[float, ...]]:
     return steps
 
 
-def _fastest(plans: Mapping[str, Plan], ready: Mapping[str, Plan], steps: Steps, same: float) -> Plan:
-    """The plan with the fastest steps, with a note on all of them; of those within `same`, the one with fewest devices.
+def _fastest(plans: Mapping[str, Plan], ready: Mapping[str, Plan], steps: Steps, same: float) -> tuple[str, Plan]:
+    """The name of the plan with the fastest steps, and the plan with a note on all of them. Of plans within `same`, the
+    one with fewest devices.
 
     `ready`: the plans with their predictions.
     """
@@ -237,9 +243,10 @@ def _fastest(plans: Mapping[str, Plan], ready: Mapping[str, Plan], steps: Steps,
         f"{seconds * 1e3:.4g} ms"
         for name, seconds in measured.items()
     ]
-    n = len(steps[best])
-    note = f"{TUNED} {n} step{'s' if n > 1 else ''} each, predicted / measured: {', '.join(listed)} (* is followed)"
-    return _with_note(plan, note)
+    least, most = min(map(len, steps.values())), max(map(len, steps.values()))
+    n = f"{least} to {most}" if least < most else str(most)
+    note = f"{TUNED} {n} step{'s' if most > 1 else ''} each, predicted / measured: {', '.join(listed)} (* is followed)"
+    return best, _with_note(plan, note)
 
 
 def _with_note(plan: Plan, note: str) -> Plan:

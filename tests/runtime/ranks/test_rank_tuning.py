@@ -40,7 +40,7 @@ def test_the_plan_is_followed_whose_steps_are_fastest_on_the_slowest_rank(ranks:
 
 
 def test_by_default_the_plain_model_on_one_rank_is_among_what_runs(ranks: RankPool) -> None:
-    slow = dict.fromkeys(("automatic", "without replicas", "without shards"), 3.0)
+    slow = dict.fromkeys(("automatic", "without replicas", "without shards", "without a pipeline"), 3.0)
     for one in ranks.run(tuned, 2, {}, [slow, slow]):
         assert "plain model" in one["ran"] or one["ran"] == []  # nothing else is measured where the search chose it
         assert len(one["devices"]) == 1

@@ -59,7 +59,8 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
     """Inside, watch the model being traced; on leaving, warn of plain attributes that its code assigns, and of lists,
     dicts and sets that it changes: the captured graph does not do that again. Yields their paths.
 
-    What libraries note for themselves on a user's module is among the paths, but no reason to warn.
+    What libraries note for themselves on a user's module is among the paths, but no reason to warn. Nor is a dtype or a
+    device: it follows from the inputs, and all calls of a graph agree in those of their inputs.
     """
     # Skip torch's own modules: they keep private lists of their parameters, which export swaps.
     users = [(name, m) for name, m in model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
@@ -83,7 +84,8 @@ def warn_of_assignments(model: nn.Module) -> Iterator[set[str]]:
         )
         if not known and not _same(own.get(name, self), value):
             assigned.add(f"{path}.{name}".lstrip("."))
-            if not sys._getframe(1).f_globals.get("__name__", "").startswith(_LIBRARIES):
+            library = sys._getframe(1).f_globals.get("__name__", "").startswith(_LIBRARIES)
+            if not library and not isinstance(value, (torch.dtype, torch.device)):
                 reported.add(f"{path}.{name}".lstrip("."))
         original(self, name, value)
 

@@ -207,7 +207,10 @@ class Uncaptured:
         """The tensors of `result`. Raises CaptureError if they are not what the graph was captured for."""
         structure, tensors, _ = Structure.of(result)
         if structure.spec != self.outputs.spec or structure.tensors != self.outputs.tensors:
-            raise CaptureError(f"uncaptured {self.place} returned another structure than in the example call")
+            raise CaptureError(
+                f"uncaptured {self.place} returned another structure than in the example call"
+                f"{_difference(structure, self.outputs)}"
+            )
         if not same_constants(structure.constants, self.outputs.constants):
             raise CaptureError(
                 f"uncaptured {self.place} returned {structure.constants}, and {self.outputs.constants} in the example "
@@ -228,6 +231,20 @@ class Uncaptured:
                     "module",
                 )
         return [_laid_out(t, expected.order) for t, expected in zip(tensors, self.results, strict=True)]
+
+
+def _difference(now: Structure, example: Structure) -> str:
+    """What one structure has and the other lacks, for a message; "" where they differ in types alone."""
+    try:
+        here, there = (
+            torch_private.tree_paths(torch_private.tree_unflatten(one.constants, one.spec)) for one in (now, example)
+        )
+    except Exception:  # a user's class may not hold the places of tensors without the tensors
+        return ""
+    new, gone = [path for path in here if path not in there], [path for path in there if path not in here]
+    which = [f"output{new[0]} is new"] if new else []
+    which += [f"output{gone[0]} is missing"] if gone else []
+    return f": {', '.join(which)}" if which else ""
 
 
 def _laid_out(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES, Case, clip, clip_inputs
@@ -227,7 +228,7 @@ def test_outputs_combine_as_the_proof_says_or_not_at_all(name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, database=None)
+@settings(max_examples=examples(12), deadline=None, database=None)
 @given(st.data())
 def test_whatever_is_composed_is_proven_just_where_samples_stay_alone(data: st.DataObject) -> None:
     blocks = data.draw(st.lists(st.sampled_from(list(ALONE)), min_size=1, max_size=4))

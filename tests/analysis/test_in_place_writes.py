@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -205,7 +206,7 @@ _WRITES: dict[str, Write] = {
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=examples(30), deadline=None, database=None)
 @given(
     st.lists(
         st.tuples(st.lists(st.sampled_from(list(_VIEWS)), max_size=3), st.sampled_from(list(_WRITES))),

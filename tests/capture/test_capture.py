@@ -605,6 +605,21 @@ def test_what_libraries_note_on_a_model_is_not_warned_of_and_no_change_by_the_ca
     assert (model.by_transformers, model.by_torch, model.kept) == (False, False, False)
 
 
+class NotesTheDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.input_dtype, self.place = x.dtype, x.device
+        return self.linear(x.double().to(self.input_dtype).to(self.place))
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_assigned_dtype_or_device_is_not_warned_of() -> None:
+    assert capture(NotesTheDtype(), (torch.randn(3, 4),), {}).live == {"input_dtype", "place"}
+
+
 class ReturnsMore(nn.Module):
     def __init__(self, more: Any) -> None:
         super().__init__()

@@ -337,6 +337,21 @@ def test_a_result_of_another_shape_than_the_example_showed_is_refused_by_name() 
     torch.testing.assert_close(results(varied, ids, torch.full((4,), 3)), (model(ids, torch.full((4,), 3)),))
 
 
+class SaysMoreOfLargeValues(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {"twice": 2 * x}
+        if bool(x.max() > 100):
+            found["large"] = x
+        return found
+
+
+def test_a_result_that_the_example_did_not_have_is_named() -> None:
+    program, (x,) = capture(SaysMoreOfLargeValues(), rows(4), {}), rows(4)
+    results(program, x)
+    with pytest.raises(CaptureError, match=r"another structure than in the example call: output\['large'\] is new"):
+        results(program, 1000 + x)
+
+
 def test_one_sample_and_keyword_arguments_are_captured_too() -> None:
     model = BranchInside()
     program = capture(model, (), {"x": rows(1)[0]})

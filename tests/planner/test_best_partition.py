@@ -52,7 +52,7 @@ def least(problem: Problem, counts: tuple[int, ...]) -> float:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(10, 250), deadline=None)
+@settings(max_examples=examples(5, 250), deadline=None)
 @given(problems(most=6), st.booleans(), st.integers(4, 8), st.sampled_from([0, 100_000]))
 def test_a_partition_is_never_worse_than_along_one_order_and_its_bound_is_true(
     problem: Problem, sum_counts: bool, limit: int, listed: int

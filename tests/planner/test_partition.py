@@ -41,7 +41,7 @@ def least_objective(problem: Problem, counts: tuple[int, ...]) -> float:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problems())
 def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -> None:
     counts = problem.counts
@@ -54,7 +54,7 @@ def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(problems(most=4), st.sampled_from([1, 3_000_000]))
 def test_problems_of_one_search_are_solved_as_if_each_were_alone(problem: Problem, most_pairs: int) -> None:
     """They share the seconds of stages on equal kinds, even if few of these are kept at a time."""
@@ -86,7 +86,7 @@ def test_problems_of_one_search_are_solved_as_if_each_were_alone(problem: Proble
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(problems(most=4, widths=True))
 def test_solve_equals_brute_force_over_stages_of_any_width(problem: Problem) -> None:
     least = least_objective(problem, problem.counts)
@@ -99,7 +99,7 @@ def test_solve_equals_brute_force_over_stages_of_any_width(problem: Problem) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(problems(most=4, widths=True))
 def test_with_many_states_plans_of_any_width_fit_and_bounds_hold(problem: Problem) -> None:
     """Replicas are recorded, not counted: a better plan may be missed, but the bound says so."""
@@ -114,7 +114,7 @@ def test_with_many_states_plans_of_any_width_fit_and_bounds_hold(problem: Proble
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.one_of(problems(), problems(widths=True)))
 def test_every_stage_costs_what_the_definition_says_with_every_number_of_replicas(problem: Problem) -> None:
     costs, cuts = Costs(problem, problem.counts), problem.space.cuts
@@ -133,7 +133,7 @@ def test_every_stage_costs_what_the_definition_says_with_every_number_of_replica
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(problems(widths=True))
 def test_the_best_plan_is_the_best_with_its_own_kinds_alone(problem: Problem) -> None:
     trains = problem.backward.any(axis=1)
@@ -147,7 +147,7 @@ def test_the_best_plan_is_the_best_with_its_own_kinds_alone(problem: Problem) ->
         assert best.bound <= alone.objective * (1 + 1e-9)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problems(), st.data())
 @pytest.mark.slow
 def test_solve_equals_brute_force_for_fewer_devices(problem: Problem, data: st.DataObject) -> None:
@@ -158,7 +158,7 @@ def test_solve_equals_brute_force_for_fewer_devices(problem: Problem, data: st.D
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.one_of(problems(), problems(most=4, widths=True)))
 def test_solutions_are_plans_that_cost_what_they_say(problem: Problem) -> None:
     found = solve(problem)
@@ -178,7 +178,7 @@ def test_solutions_are_plans_that_cost_what_they_say(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(problems(), st.floats(0.0, 0.3))
 def test_a_tolerance_keeps_its_bound_and_stays_within_it(problem: Problem, tolerance: float) -> None:
     best, near = solve(problem), solve(problem, tolerance=tolerance)
@@ -189,7 +189,7 @@ def test_a_tolerance_keeps_its_bound_and_stays_within_it(problem: Problem, toler
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(problems(), st.floats(0.5, 2.0))
 def test_a_cutoff_keeps_plans_below_it_and_only_those(problem: Problem, factor: float) -> None:
     best = solve(problem)
@@ -202,7 +202,7 @@ def test_a_cutoff_keeps_plans_below_it_and_only_those(problem: Problem, factor: 
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problems())
 def test_no_plan_is_below_the_relaxed_bound(problem: Problem) -> None:
     best = solve(problem)
@@ -211,7 +211,7 @@ def test_no_plan_is_below_the_relaxed_bound(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(problems())
 def test_infeasibility_is_explained_by_the_least_lack_of_memory(problem: Problem) -> None:
     counts = problem.counts
@@ -262,7 +262,7 @@ def shape(solution: Solution | None) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4))
 def test_costly_transfers_and_scarce_memory_are_traded_exactly_in_deep_pipelines(seed: int, m: int) -> None:
     random = np.random.default_rng(seed)
@@ -307,7 +307,7 @@ def deep_pipelines(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(deep_pipelines(), st.floats(0.0, 0.1), st.floats(0.5, 2.0))
 def test_what_plans_need_rules_out_no_better_plan(problem: Problem, tolerance: float, factor: float) -> None:
     plain = solve(problem)

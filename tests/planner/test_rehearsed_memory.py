@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -199,7 +200,7 @@ def test_stages_that_keep_different_parts_of_their_layers_are_rehearsed_apart() 
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(data=st.data())
 def test_pipelines_of_small_models_hold_what_they_state(data: st.DataObject) -> None:
     """Between the least and the most that any run holds, which differ by messages that wait for another worker."""

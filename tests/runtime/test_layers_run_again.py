@@ -83,7 +83,7 @@ def reruns(pm: autopar.PipelinedModule) -> list[_Rerun]:
     return [part for one in replicas for part in one.module.modules() if isinstance(part, _Rerun)]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(data=st.data())
 @pytest.mark.slow
 def test_gradients_are_those_of_the_plain_model_whatever_recomputes(data: st.DataObject) -> None:

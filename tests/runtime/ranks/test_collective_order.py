@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from collective_log import CollectiveLog, disagreements
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_orders import Order, checked_by_torch, exchanged, in_exchanges
@@ -89,7 +90,7 @@ def orders(draw: st.DrawFn) -> tuple[int, Order]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("job", [exchanged, checked_by_torch], ids=lambda job: job.__name__)
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(10), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(case=orders())
 def test_ranks_agree_for_random_models_and_plans(ranks: RankPool, job: Any, case: tuple[int, Order]) -> None:
     n, order = case

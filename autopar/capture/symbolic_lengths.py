@@ -18,6 +18,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -102,6 +103,7 @@ def _compute_the_same(plain: fx.GraphModule, symbolic: fx.GraphModule) -> bool:
     sides: list[list[tuple[Any, ...]]] = []
     for module in (plain, symbolic):
         places: dict[fx.Node, int] = {}
+        points: dict[str, int] = {}
         described: list[tuple[Any, ...]] = []
         for node in module.graph.nodes:
             if node.op == "call_module" or is_assertion(node) or _is_number(node):
@@ -110,7 +112,10 @@ def _compute_the_same(plain: fx.GraphModule, symbolic: fx.GraphModule) -> bool:
                 places[node] = places[node.args[0]]
                 continue
             places[node] = _len(described)
-            described.append((node.op, node.target, _described((node.args, node.kwargs), places)))
+            arguments = (node.args, node.kwargs)
+            if str(getattr(node.target, "namespace", "")).startswith("autopar"):
+                arguments = torch_private.tree_map(partial(_numbered_anew, points=points), arguments)
+            described.append((node.op, node.target, _described(arguments, places)))
         sides.append(described)
     if sides[0] != sides[1]:
         return False
@@ -122,6 +127,14 @@ def _compute_the_same(plain: fx.GraphModule, symbolic: fx.GraphModule) -> bool:
     return inner[0].keys() == inner[1].keys() and all(
         _compute_the_same(child, inner[1][name]) for name, child in inner[0].items()
     )
+
+
+def _numbered_anew(argument: Any, points: dict[str, int]) -> Any:
+    """What a mark says, such as "enter layers.0#3", by a number of this trace: marks are counted over all traces."""
+    if not isinstance(argument, str):
+        return argument
+    side, _, name = argument.rpartition(" ")
+    return side, name.rstrip("0123456789"), points.setdefault(name, _len(points))
 
 
 def _is_number(node: fx.Node) -> bool:

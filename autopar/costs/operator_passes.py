@@ -63,6 +63,9 @@ class Measuring:
         self._calls, self._training, self._cache, self._autocasts = calls, training, cache, autocasts
         self._reduced, self._captured = _reduced(program, batching), program.device
         self._signature = [graph_signature(program), training, loss_signature(calls.loss_fn, calls.target)]
+        self._has_tail = batching.tail is not None
+        if self._has_tail:
+            self._signature.append("tail")
         self.too_large: list[tuple[str, int]] = []  # kind of device, samples that its memory does not hold
 
     def run(self, jobs: Sequence[_Job], progress: Progress) -> list[tuple[Device, GraphTimes]]:
@@ -173,6 +176,7 @@ class Measuring:
             workers=workers,
             training=self._training,
             n_outputs=reduced.n_outputs,
+            all_outputs=self._has_tail,
             autocast=self._autocast_of(device),
             companions=companions,
             beside=[(module_on(gpu.torch_device), gpu.torch_device) for gpu in others],

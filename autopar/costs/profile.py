@@ -133,8 +133,15 @@ def training_step(example: Example, optimizer: str, device_type: str) -> StepMem
     batch = max(program.batch_size, 1)
     with torch.device("cpu"):
         module = on_device(program.graph_module, program.device, torch.device("meta"))
-        loss = calls.loss(batch)
-        return step_memory(module, calls.inputs(batch), loss=loss, optimizer=optimizer, device_type=device_type)
+        has_tail = example.batching.tail is not None
+        return step_memory(
+            module,
+            calls.inputs(batch),
+            loss=None if has_tail else calls.loss(batch),
+            all_outputs=has_tail,
+            optimizer=optimizer,
+            device_type=device_type,
+        )
 
 
 def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:

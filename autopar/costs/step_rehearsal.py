@@ -149,6 +149,11 @@ class StepRehearsal:
         return cls.of(example, types, autocasts(types.values()), threads, gpus, places)
 
     @property
+    def has_tail(self) -> bool:
+        """Whether more code follows the outputs, which returns gradients for all of them (`batch_tail`)."""
+        return self.batching.tail is not None
+
+    @property
     def target_bytes(self) -> int:
         """Of the targets of the whole batch."""
         return _storage_bytes(self._targets)
@@ -223,7 +228,7 @@ class StepRehearsal:
         passes = PassConditions(
             tuple(inputs),
             held=frozenset(place for place, i in enumerate(stage.model_inputs) if i in there),
-            start="loss" if loss is not None else "caller" if last else "received",
+            start="loss" if loss is not None else "received" if not last else "tail" if self.has_tail else "caller",
             recompute=recompute,
             training=self.training,
             device_type=device_type,

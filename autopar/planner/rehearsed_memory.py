@@ -279,11 +279,11 @@ class _Step:
         return sum(spec.nbytes for spec in found)
 
     def _caller_gradients(self) -> int:
-        """Bytes of the gradients of the model's outputs, which the caller's loss has made."""
+        """Bytes of the gradients of the model's outputs, which the caller's loss or a tail has made."""
         last = len(self._stages) - 1
         found = self._rehearsal.whole_outputs(self._lowered, self._sizes[0], self._kinds[last])
         wanted = [spec for spec in found if spec.requires_grad]
-        scalars = [spec for spec in wanted if not spec.shape]
+        scalars = [spec for spec in wanted if not spec.shape and not self._rehearsal.has_tail]
         return sum(spec.nbytes for spec in scalars or wanted)
 
     # -- copies -----------------------------------------------------------------------------------------------------

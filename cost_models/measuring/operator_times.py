@@ -117,6 +117,7 @@ def measure(
     workers: int = 1,
     training: bool = True,
     n_outputs: int | None = None,
+    all_outputs: bool = False,
     budget: float = 1.0,
     autocast: Autocast | None = None,
     companions: Companions | None = None,
@@ -125,9 +126,10 @@ def measure(
     """Median times of every node of `module` at `rows` samples, on `workers` threads at once.
 
     `inputs_of(rows)` gives the flat inputs, `loss_of(rows)` a loss of the flat outputs or None (backward then starts
-    from ones at every output). `n_outputs`: the outputs from this index on are loose ends; the backward starts from
-    them, too. After a warm-up, timed passes and passes without clock reads take turns for about `budget` seconds; if
-    they disagree, up to `_ROUNDS` times. `autocast`: that all passes run under; None: off. `companions`: `workers`
+    from ones at every scalar output, which is a loss, or at all outputs without one or with `all_outputs`).
+    `n_outputs`: the outputs from this index on are loose ends; the backward starts from them, too. After a warm-up,
+    timed passes and passes without clock reads take turns for about `budget` seconds; if they disagree, up to `_ROUNDS`
+    times. `autocast`: that all passes run under; None: off. `companions`: `workers`
     processes, this one included, make one of the `workers` each in place of threads; the times are this process's own.
     `beside`: for each of the `workers` but the first, `module` for another GPU like `device`, and that GPU; by default
     all threads run on `device`.
@@ -139,7 +141,10 @@ def measure(
         raise ValueError(f"{workers} workers have {workers - 1} other GPUs in the same process, got {len(beside)}")
     own = workers if companions is None else 1
     places = [(module, device.torch_device), *beside] if beside else [(module, device.torch_device)] * own
-    runners = [GraphRunner(graph, place, training, n_outputs, autocast=autocast) for graph, place in places]
+    runners = [
+        GraphRunner(graph, place, training, n_outputs, autocast=autocast, all_outputs=all_outputs)
+        for graph, place in places
+    ]
     for runner, (_, place) in zip(runners, places, strict=True):
         runner.inputs = [_to(x, place) for x in inputs_of(rows)]
     load = _Load(runners, [loss_of(rows) for _ in runners], device.threads, budget, companions)

@@ -63,9 +63,11 @@ class GraphRunner:
         n_outputs: int | None,
         clock: DeviceClock | None = None,
         autocast: Autocast | None = None,
+        all_outputs: bool = False,
     ) -> None:
         """`n_outputs`: the outputs from this index on are loose ends; the backward starts from them, too. `clock`: by
-        default that of `device`. `autocast`: that passes run under; None: off."""
+        default that of `device`. `autocast`: that passes run under; None: off. `all_outputs`: what follows the graph
+        has gradients of all outputs, and scalars are no losses."""
         self.module = private_copy(module, device, gradients=False)
         if training:
             give_gradients(self.module.parameters())
@@ -73,7 +75,7 @@ class GraphRunner:
         self.clock = device_clock(device) if clock is None else clock
         self.autocast = autocast or Autocast(device.type)
         self.training = training
-        self.n_outputs = n_outputs
+        self.n_outputs, self.all_outputs = n_outputs, all_outputs
         self.inputs: list[Any] = []
 
     def plain_pass(self, loss: Loss | None) -> tuple[float, float]:
@@ -189,7 +191,8 @@ class GraphRunner:
             if isinstance(tensor, torch.Tensor):
                 tensor.grad = None
         roots = [t for t in tensors_in(outputs[: self.n_outputs]) if t.requires_grad]
-        roots = [loss] if loss is not None else [t for t in roots if t.dim() == 0] or roots
+        scalars = [] if self.all_outputs else [t for t in roots if t.dim() == 0]
+        roots = [loss] if loss is not None else scalars or roots
         if self.n_outputs is not None:
             roots += [t for t in tensors_in(outputs[self.n_outputs :]) if t.requires_grad]
         return roots, [torch.ones_like(root) for root in roots]

@@ -99,14 +99,15 @@ class PassConditions:
 
     `inputs`: a TensorSpec for each tensor; other values as they are. `held`: which of them are there in any case,
     because they are views of the caller's batch, which is not counted here. `start`: where a backward starts: at
-    gradients of the outputs that come from another device, at the caller's, which are not counted, or at the loss.
+    gradients of the outputs that come from another device; at the caller's, which are not counted: of losses alone, or
+    of all outputs if a tail follows; or at the loss.
     Every output that requires a gradient is taken to receive one: what later stages merely pass on to the caller, such
     as keys and values for generation, counts too much.
     """
 
     inputs: tuple[Any, ...]
     held: frozenset[int] = frozenset()
-    start: Literal["received", "caller", "loss"] = "received"
+    start: Literal["received", "caller", "tail", "loss"] = "received"
     loss: Loss | None = None  # of the graph's outputs, on tensors that are not counted
     known: tuple[torch.Tensor, ...] = ()  # those tensors
     recompute: bool = False
@@ -115,6 +116,9 @@ class PassConditions:
     threads: int = 2  # of operators on a CPU
     autocast: torch.dtype | None = None  # that the passes run under; None: off
     autocast_cache: bool = True  # casts of parameters are kept for all micro-batches of a step
+
+
+_BY_CALLER = ("caller", "tail")  # starts of a backward whose gradients are not counted
 
 
 def micro_batch_memory(
@@ -140,7 +144,7 @@ def micro_batch_memory(
     """
     if passes.device_type not in BLOCK:
         raise ValueError(f"unknown device type {passes.device_type!r}; known are {', '.join(BLOCK)}")
-    caller_keeps = passes.start == "caller" and not several
+    caller_keeps = passes.start in _BY_CALLER and not several
     rehearsal = _Rehearsal(module, passes, split, reruns, shared, caller_keeps, workspaces)
     forward = rehearsal.forward()
     if not passes.training:
@@ -261,8 +265,8 @@ class _Rehearsal:
             if not passes.training:
                 self._leaves = []
         change = self._change()
-        if passes.start == "caller" and not self._callers:
-            self._callers = self._gradients_of_outputs(only_losses=True)
+        if passes.start in _BY_CALLER and not self._callers:
+            self._callers = self._gradients_of_outputs(only_losses=passes.start == "caller")
             self._allocations.record(g for g in self._callers if g is not None)  # after the pass: not counted
         return change
 
@@ -336,7 +340,7 @@ class _Rehearsal:
                 return [(self._result, torch.ones_like(self._result))]
             self._propagate([self._result], [torch.ones_like(self._result)])
             gradients = [_take_gradient(x) for x in self._loss_inputs]
-        elif passes.start == "caller":
+        elif passes.start in _BY_CALLER:
             gradients = self._callers
         else:
             gradients = self._gradients_of_outputs()

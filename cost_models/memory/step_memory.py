@@ -81,6 +81,7 @@ def step_memory(
     inputs: Sequence[Any],
     *,
     loss: Loss | None = None,
+    all_outputs: bool = False,
     optimizer: str = "adamw",
     precision: Precision | None = None,
     zero: int = 0,
@@ -97,7 +98,7 @@ def step_memory(
         outputs = module(*inputs); loss(outputs).backward(); optimizer.step()
 
     starts without gradients and holds `outputs` until it ends. `loss` is called with meta tensors; without it, the
-    backward starts from all scalar outputs, or from all outputs if none is a scalar.
+    backward starts from all scalar outputs, or from all outputs if none is a scalar or with `all_outputs`.
     `optimizer`: "none", or a name of `OPTIMIZER_KINDS`, with torch's defaults: it updates the parameters one by one on
     a CPU, and all at once on CUDA.
     `precision`: of parameters, gradients and states; None: as in the graph. Activations have the graph's dtypes.
@@ -118,7 +119,7 @@ def step_memory(
         raise ValueError(f"unknown device type {device_type!r}; known are {', '.join(BLOCK)}")
     optimizer_state_elements(optimizer, ())  # raises for one that is unknown
     rehearsal = _Rehearsal(module, inputs, recompute, accumulate, device_type)
-    rehearsal.forward_and_backward(loss)
+    rehearsal.forward_and_backward(loss, all_outputs)
     rehearsal.step(optimizer)
     course = rehearsal.course(precision)
     in_use = course.in_use(first)
@@ -217,10 +218,10 @@ class _Rehearsal:
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def forward_and_backward(self, loss: Loss | None) -> None:
+    def forward_and_backward(self, loss: Loss | None, all_outputs: bool) -> None:
         with torch.enable_grad(), DeviceKernels(self.device_type), self.allocations:
             self.outputs = run_nodes(self.graph, self.inputs)  # the caller holds them
-            roots = _roots(self.outputs) if loss is None else [loss(self.outputs)]
+            roots = _roots(self.outputs, all_outputs) if loss is None else [loss(self.outputs)]
             self.kept = self.allocations.living()
             self.ends.append(len(self.allocations.events))
             self.allocations.in_backward = True
@@ -281,9 +282,11 @@ class _Rehearsal:
         return read
 
 
-def _roots(outputs: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Where a backward without a loss starts: at the scalar outputs (losses), or at all if none is a scalar."""
+def _roots(outputs: tuple[Any, ...], all_outputs: bool) -> list[torch.Tensor]:
+    """Where a backward without a loss starts: at the scalar outputs (losses), or at all if none is a scalar or with
+    `all_outputs`."""
     differentiable = [t for t in tensors_in(outputs) if t.requires_grad]
     if not differentiable:
         raise ValueError("no output of the graph requires a gradient: there is nothing to train")
-    return [t for t in differentiable if t.dim() == 0] or differentiable
+    scalars = [] if all_outputs else [t for t in differentiable if t.dim() == 0]
+    return scalars or differentiable

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.capture.program import capture
 from autopar.errors import AutoparError
 
@@ -68,6 +69,15 @@ def test_a_length_is_the_size_of_the_call(returned: Forward) -> None:
         bound = program.bind((x,), {})
         assert bound is not None
         torch.testing.assert_close(program.graph_module(*bound[0])[0], model(x))
+
+
+def test_lengths_stay_open_in_models_with_hooks_and_shard_hints() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Measures(OPEN["view"]), nn.Linear(4, 4))
+    for layer in (model[0], model[1].layer):
+        layer.register_forward_hook(lambda *call: None)
+    autopar.shard(model[2], in_strategy=((1, 2),))
+    program, x = capture(model, (torch.randn(3, 4),), {}), torch.randn(6, 4)
+    torch.testing.assert_close(program.graph_module(x)[0], model(x))
 
 
 @pytest.mark.slow

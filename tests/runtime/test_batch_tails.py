@@ -245,3 +245,39 @@ def test_verify_compares_what_micro_batches_compute() -> None:
 def test_a_plan_says_that_it_leaves_out_the_end_of_the_model() -> None:
     plan = autopar.plan(Contrast(), ["cpu", "cpu"], example_kwargs=contrast_batch(8, 0), cache=False)
     assert any("leave out the end of the model" in note and "matmul" in note for note in plan.notes)
+
+
+def test_a_plan_by_hand_says_so_too() -> None:
+    plan = Plan.from_split({"left": 0, "right": 1}, n_microbatches=2)
+    pm = autopar.parallelize(Contrast(), ["cpu", "cpu"], plan=plan, tune=0)
+    pm(**contrast_batch(8, 0))
+    assert pm.plan is not None
+    (note,) = pm.plan.notes
+    assert note.startswith("the end of the model runs once on the whole batch: aten.matmul.default in module '(root)'")
+
+
+class Scaled(nn.Module):
+    """Its end takes a learned number, as one of no dimension or of one."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.scale = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        return functional.cross_entropy(x @ x.T * self.scale.exp(), torch.arange(len(x)))
+
+
+@pytest.mark.slow
+def test_a_number_that_enters_the_end_is_no_loss_where_a_backward_would_start() -> None:
+    hand = Plan.from_split({"layers.0": 0, "layers.2": 1}, n_microbatches=4)
+    call: dict[str, Any] = {"example_args": (torch.randn(64, 64),), "cache": False}
+    plans = [autopar.plan(Scaled(shape), ["cpu", "cpu"], plan=hand, **call) for shape in ((), (1,))]
+    for stages in zip(*(plan.stages for plan in plans), strict=True):
+        assert all((stage.backward_time or 0.0) > 0 for stage in stages)
+        assert stages[0].peak_memory == pytest.approx(stages[1].peak_memory, abs=256)
+    number, vector = (autopar.profile(Scaled(shape), ["cpu"], optimizer="adamw", **call).memory for shape in ((), (1,)))
+    assert number is not None
+    assert vector is not None
+    assert number.peak.total == pytest.approx(vector.peak.total, abs=256)

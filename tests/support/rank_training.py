@@ -449,6 +449,30 @@ def optimized(name: str, plan: str, early: bool, schedule: str = "") -> float | 
     return parameter_error(pm, original)
 
 
+def optimized_with_others(option: str, plan: str) -> tuple[str, float]:
+    """What is said of an optimizer that steps a layer in front of the module together with it; and the error after four
+    steps where the layer has a parameter group of its own."""
+    original, pm, x = ready(Job("mlp", plan))
+    front = torch.nn.Linear(x.shape[1], x.shape[1]).to(x.dtype)
+    with torch.no_grad():
+        for parameter in front.parameters():
+            parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter))
+    other, settings = copy.deepcopy(front), {"lr": 0.01, option: True}
+    functional.mse_loss(pm(front(x)), x).backward()
+    said = message_of(torch.optim.AdamW([*front.parameters(), *pm.parameters()], **settings).step)
+    ours, theirs = (
+        torch.optim.AdamW([{"params": list(one.parameters())} for one in both], **settings)
+        for both in ((front, pm), (other, original))
+    )
+    for _ in range(4):
+        for optimizer, before, model in ((ours, front, pm), (theirs, other, original)):
+            optimizer.zero_grad()
+            functional.mse_loss(model(before(x)), x).backward()
+            optimizer.step()
+    apart = max((a - b).abs().max().item() for a, b in zip(front.parameters(), other.parameters(), strict=True))
+    return said, max(apart, parameter_error(pm, original))
+
+
 def scaled(call: str, fused: bool, overflowing: int) -> dict[str, Any]:
     """Steps with a gradient scaler; in one of them a gradient of rank `overflowing` is inf."""
     original, pm, x = ready(Job("mlp", "chain"))

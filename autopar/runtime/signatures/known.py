@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from autopar.analysis.example import Example, has_backward, ordinary, under_default_device
+from autopar.analysis.example import LEFT_OUT, Example, has_backward, ordinary, under_default_device
 from autopar.analysis.loss import LossSplit
 from autopar.analysis.own_loss import check_own_loss, own_loss
 from autopar.capture.program import Program
@@ -159,6 +159,9 @@ class Signatures:
         plan = plan.on([device.name for device in self._devices])
         if signature.program.batch_size > 1:
             plan = with_whole_batch(plan, whole_because(signature.batching, self.settings))
+        tail = signature.batching.tail
+        if tail is not None and not any(note.startswith(LEFT_OUT) for note in plan.notes):
+            plan = with_notes(plan, [f"the end of the model runs once on the whole batch: {tail.why}"])
         return plan.listing(signature.program, signature.batching.storages)
 
     def _decided(self, bound: BoundCall, call: CallArguments) -> Plan:

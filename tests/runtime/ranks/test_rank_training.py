@@ -19,6 +19,7 @@ from rank_training import (
     counted_targets,
     evaluated,
     optimized,
+    optimized_with_others,
     own_losses,
     own_shares,
     plain_scaler,
@@ -218,6 +219,15 @@ def test_every_optimizer_steps_as_in_one_process_or_is_refused(ranks: RankPool, 
             else:
                 assert isinstance(one, float), one
                 assert one < ROUNDED.get((name, plan), 1e-8)
+
+
+@slow
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_others_parameters_are_stepped_at_once_only_from_a_group_of_their_own(ranks: RankPool, option: str) -> None:
+    for plan in ("hand data=2 zero=1", "chain"):
+        for said, error in ranks.run(optimized_with_others, 2, option, plan):
+            assert said.startswith(f"InputError: torch.optim.AdamW with {option}=True steps all parameters of a group")
+            assert error < 1e-8
 
 
 @slow

@@ -20,6 +20,7 @@ WHOLE_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
 _WITH_PLAIN_STATES = ("transformers.optimization.Adafactor",)
 # Of the fused kernels, torch gives DTensors those of these alone.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
+_AT_ONCE = ("foreach", "fused")  # options by which torch steps the parameters of a group together
 
 
 def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_groups: int) -> None:
@@ -46,6 +47,16 @@ def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_gr
             f"torch.optim.{kind} with fused=True cannot step the parameters of ranks, which are DTensors: leave fused "
             "out, or use Adam or AdamW, which can"
         )
+    for group in optimizer.param_groups:
+        option = next((name for name in _AT_ONCE if group.get(name)), None)
+        stepped = [p for p in group["params"] if p.grad is not None]
+        other = next((p for p in stepped if not isinstance(p, DTensor)), None)
+        if option is not None and other is not None and len(stepped) > 1 and any(id(p) in names for p in stepped):
+            raise InputError(
+                f"torch.optim.{kind} with {option}=True steps all parameters of a group at once, and torch does not "
+                f"mix those of ranks, which are DTensors, with others, such as one of shape {tuple(other.shape)}: give "
+                f"the others a parameter group of their own, or leave {option} out"
+            )
     if isinstance(optimizer, WHOLE_ONLY):
         cut = next((p for p in parameters if is_cut(p)), None)
         if cut is not None:

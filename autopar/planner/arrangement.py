@@ -59,6 +59,11 @@ class Arrangement:
         return self.n_groups if self.n_microbatches > 1 else 1
 
     @property
+    def replicates_the_model(self) -> bool:
+        """Whether several groups have the whole model each."""
+        return len(self.stages) == 1 and self.n_groups > 1
+
+    @property
     def plain(self) -> bool:
         """Whether the runtime calls the model itself."""
         return self.n_groups == 1 and self.n_microbatches == 1 and not any(self.recompute)

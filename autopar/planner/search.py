@@ -37,7 +37,9 @@ class _Preference:
     """Shares of the step that a plan must gain to be preferred to a simpler one."""
 
     several: float  # devices to one
-    splitting: float  # micro-batches on one device to the plain model, which has no overhead and fits the caches worse
+    # Micro-batches on one device to the plain model, which has no overhead and fits the caches worse; and more of them
+    # on replicas of the whole model to fewer.
+    splitting: float
     same: float  # plans whose steps differ by less count as equally fast
 
 
@@ -118,12 +120,14 @@ def _operators_explained(costs: CostGraph, configurations: Sequence[str]) -> Cal
 
 
 def _choose(costs: CostGraph, candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest candidate, with four preferences.
+    """The fastest candidate, with five preferences.
 
     0. No more CPU workers than cores, unless more are faster by more than `several`.
     1. One device group, if several are faster by less than `several`.
     2. On one group the plain model, unless micro-batches are faster by more than `splitting`.
-    3. Among equally fast ones (`same`) the one on the fewest devices, and then with the lowest peak of memory.
+    3. On replicas of the whole model the fewest micro-batches, unless more are faster by more than `splitting`: small
+       ones take longer among other work than when they were measured.
+    4. Among equally fast ones (`same`) the one on the fewest devices, and then with the lowest peak of memory.
     """
     ahead = costs.cluster is not None
     prefer = _AHEAD if ahead else _MEASURED
@@ -141,6 +145,10 @@ def _choose(costs: CostGraph, candidates: Sequence[Candidate]) -> Candidate:
         near = within(prefer.splitting, plain) or within(prefer.several, single)
     else:
         near = within(prefer.same, candidates)
+        if not ahead and any(c.arrangement.replicates_the_model for c in near):
+            replicas = [c for c in within(prefer.splitting, candidates) if c.arrangement.replicates_the_model]
+            least = min(c.arrangement.n_microbatches for c in replicas)
+            near = [c for c in replicas if c.arrangement.n_microbatches == least]
     simplest = {name: place for place, name in enumerate(SCHEDULES)}
     return min(
         near,

@@ -28,7 +28,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.plan.stage import Stage
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.atoms import make_atoms
-from autopar.planner.inter_op.constraints import Constraints
+from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
 from autopar.planner.predict import predict
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
@@ -65,6 +65,26 @@ def test_every_schedule_can_be_asked_for(schedule: str, max_replicas: int | None
     assert plan.predicted_step_time is not None
     assert plan.single_device_time is not None
     assert plan.predicted_step_time < plan.single_device_time
+
+
+@pytest.mark.parametrize(("gain", "micro_batches"), [(0.02, 2), (0.2, 8)])
+def test_replicas_have_more_micro_batches_only_where_they_gain_more_than_five_percent(
+    gain: float, micro_batches: int
+) -> None:
+    """Micro-batches of one sample take less time a sample than larger ones."""
+    costs = costs_of(8, (2,), batch=8)
+    (table,) = costs.tables
+    a_sample = np.where(np.asarray(table.rows) == 1, 1.0 - gain, 1.0) * np.asarray(table.rows)
+    forward, backward = (
+        np.outer(a_sample, all_rows[-1] / table.rows[-1]) for all_rows in (table.forward, table.backward)
+    )
+    costs = dataclasses.replace(
+        costs, tables=(dataclasses.replace(table, forward=forward, backward=backward),), accumulate=0.0
+    )
+    one_stage = dataclasses.replace(STEP, constraints=NO_CONSTRAINTS.in_one_stage(costs.operators))
+    plan = make_plan(costs, one_stage)
+    assert plan.stages[0].replicas == 2
+    assert plan.n_microbatches == micro_batches
 
 
 @pytest.mark.slow

@@ -162,8 +162,8 @@ def _row(
         if any(stage.sharding is not None for stage in plan.stages):
             sent = planned = None  # collectives, which the plan lists by themselves
     predicted = priced = None
-    if plan is not None and plan.predicted_step_time is not None and not name.startswith(THREADS):
-        predicted, priced = plan.predicted_step_time, plan.predicted_step_time / (plan.time_scale or 1.0)
+    if plan is not None and not name.startswith(THREADS):
+        predicted, priced = plan.predicted_step_time, plan.priced_step_time
     return Row(name, system.how, steps, over, *errors, predicted, priced, sent, planned)
 
 

@@ -99,6 +99,14 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         return len(self.stages) if turns is None else turns
 
     @property
+    def priced_step_time(self) -> float | None:
+        """s, as predicted before the plan ran: where `tune` ran it, its own steps scale `predicted_step_time`."""
+        ran = self.measured_step_time is not None and self.measured_threads is None
+        if self.predicted_step_time is None or self.time_scale is None or not ran:
+            return self.predicted_step_time
+        return self.predicted_step_time / self.time_scale
+
+    @property
     def chunks(self) -> int:
         """Number of stages per device."""
         return len(self.stages) // self.ranks

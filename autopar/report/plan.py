@@ -97,8 +97,8 @@ def _headline(plan: Plan) -> str:
     if not plan.training:
         words.append("inference")
     lines = [paragraph(", ".join(words), others="  ")]
-    if plan.predicted_step_time is not None:
-        numbers = [f"predicted step {milliseconds(plan.predicted_step_time)} ms"]
+    if plan.predicted_step_time is not None and plan.priced_step_time is not None:
+        numbers = [f"predicted step {milliseconds(plan.priced_step_time)} ms"]
         if plan.measured_step_time is not None:
             threads = f" with {_count(plan.measured_threads, 'thread')}" if plan.measured_threads else ""
             numbers[0] += " with a worker's threads" if threads else ""

@@ -108,6 +108,16 @@ def test_a_plan_that_ran_has_a_factor_of_its_own() -> None:
         assert now.notes == ("predictions scaled by 1.2 after 3 measured steps of this plan",)
 
 
+def test_a_plan_that_ran_shows_what_was_predicted_before() -> None:
+    ran = replace(pipeline(2, 4), measured_step_time=2.4)
+    now = PresentSpeed.of([]).applied(ran, [2.4])
+    assert (now.predicted_step_time, now.priced_step_time) == pytest.approx((2.4, 2.0))
+    assert "predicted step 2000 ms, measured 2400 ms" in " ".join(str(now).split())
+    others = replace(now, measured_threads=4)  # other threads than predictions are for: another plan's steps scale
+    assert others.priced_step_time == others.predicted_step_time
+    assert ran.priced_step_time == ran.predicted_step_time
+
+
 @given(st.floats(0.1, 10.0), st.integers(1, 4), st.integers(1, 6), st.integers(1, 9))
 def test_all_seconds_of_a_plan_are_scaled_and_its_decision_stays(factor: float, n: int, m: int, steps: int) -> None:
     plan = pipeline(n, m)

@@ -105,9 +105,9 @@ class Subject:
 
     @property
     def predicted(self) -> float | None:
-        """Seconds of the step that `step_time` is for, as predicted."""
+        """Seconds of the step that `step_time` is for, as predicted before it was measured."""
         one = self.profiled_step
-        return one.predicted if one is not None else self.plan.predicted_step_time
+        return one.predicted if one is not None else self.plan.priced_step_time
 
     @property
     def step_time(self) -> float | None:

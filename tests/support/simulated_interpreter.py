@@ -116,9 +116,9 @@ def one_interpreter(monkeypatch: pytest.MonkeyPatch, product: float) -> Interpre
     interpreter = Interpreter(product)
 
     class Runner(GraphRunner):
-        def __init__(self, module: Any, device: Any, training: bool, n_outputs: Any, autocast: Any = None) -> None:
+        def __init__(self, module: Any, device: Any, training: bool, n_outputs: Any, **options: Any) -> None:
             gpu = interpreter.gpu(device)
-            super().__init__(module, META, training, n_outputs, gpu, autocast)
+            super().__init__(module, META, training, n_outputs, gpu, **options)
             self._gpu = gpu
 
         @contextmanager

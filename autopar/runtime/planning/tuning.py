@@ -54,7 +54,8 @@ from cost_models.hardware.devices import find_device
 log = logging.getLogger(__name__)
 
 _STEPS = 5  # of every plan in a pass with tune=n, after one that warms up
-_LEAST_SECONDS = 0.05  # that every plan runs in a pass with tune="auto": shorter steps vary more
+_ROUNDS = 3  # that count in a pass with tune="auto", if time allows
+_LEAST_SECONDS = 0.05  # that every plan runs in such a pass: shorter steps vary more
 # With tune="auto", a pass begins no round after this share of the seconds that measuring operators and searching took,
 # or after this many seconds if that is more, the warm-up included. It still has one round that counts, and copies of
 # the model are made before it. Rounds of plans that are close to the fastest may take as long once more. So steps take
@@ -119,7 +120,8 @@ def tuned(
         if cache is not None and auto:
             steps = cache.get(key, partial(_from_json, names=racers.keys()))
         if steps is None:
-            rounds = Rounds(1, _LEAST_SECONDS, max(_BUDGET, _SHARE * spent), _FINALS) if auto else Rounds(_STEPS)
+            budget = max(_BUDGET, _SHARE * spent)
+            rounds = Rounds(_ROUNDS, _LEAST_SECONDS, budget, _FINALS) if auto else Rounds(_STEPS)
             doubts = partial(why_unbelievable, racers, believed)
             threads = {name: threads for name, (_, threads) in alone.items()}
             found = in_turn.steps(racers, rounds, progress, doubts, threads)

@@ -171,7 +171,7 @@ def steps_of(model: str, found: Comparison) -> list[Step]:
             model,
             name,
             rows[ran],
-            speed if ran not in CALIBRATING and rows[ran].error is not None else None,
+            None if ran in CALIBRATING or rows[ran].error is None else speed,
             "" if ran == name else ran,
         )
         for name, ran in ran_as.items()

@@ -71,8 +71,8 @@ LONGEST_FIRST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto` starts one worker more than there are cores: tests of several processes often wait for one of them."""
-    return min(len(os.sched_getaffinity(0)) + 1, MOST_WORKERS)
+    """`-n auto` starts one worker per core, also where two cores are threads of one processor core."""
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
 # Files whose tests keep the same promise for many models: every tenth case runs by default, or in the slow set if the

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx, nn
@@ -162,6 +162,21 @@ def on_meta(value: Any) -> Any:
     if isinstance(value, nn.Parameter):
         return nn.Parameter(meta, requires_grad=value.requires_grad)
     return meta.requires_grad_(value.requires_grad)
+
+
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+_Output = TypeVar("_Output", bound=_Shaped)
+
+
+def backward_starts(outputs: Sequence[_Output], *, all_outputs: bool) -> list[_Output]:
+    """Where a backward without a loss function starts, of the outputs that require gradients: at the scalars, which are
+    losses; at all of them if none is a scalar, or with `all_outputs`."""
+    scalars = [] if all_outputs else [x for x in outputs if not len(x.shape)]
+    return scalars or list(outputs)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

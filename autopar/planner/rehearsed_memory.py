@@ -40,6 +40,7 @@ from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.precedence import Precedence
 from autopar.schedule.table import Schedule, phased
 from autopar.schedule.transit import InTransit, in_transit
+from cost_models.graphs import backward_starts
 from cost_models.hardware.devices import gpu_of
 from cost_models.memory.micro_batch_memory import MemoryChange, MicroBatchMemory, TensorSpec
 from cost_models.memory.optimizer_step import Implementation, optimizer_step_temporaries
@@ -283,8 +284,7 @@ class _Step:
         last = len(self._stages) - 1
         found = self._rehearsal.whole_outputs(self._lowered, self._sizes[0], self._kinds[last])
         wanted = [spec for spec in found if spec.requires_grad]
-        scalars = [spec for spec in wanted if not spec.shape and not self._rehearsal.has_tail]
-        return sum(spec.nbytes for spec in scalars or wanted)
+        return sum(spec.nbytes for spec in backward_starts(wanted, all_outputs=self._rehearsal.has_tail))
 
     # -- copies -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
+from cost_models.graphs import Loss, backward_starts, private_copy, run_nodes, tensors_in
 from cost_models.measuring.autocast import Autocast
 from cost_models.measuring.core_waiting import waited_for_core
 from cost_models.measuring.device_clock import DeviceClock, device_clock
@@ -191,8 +191,7 @@ class GraphRunner:
             if isinstance(tensor, torch.Tensor):
                 tensor.grad = None
         roots = [t for t in tensors_in(outputs[: self.n_outputs]) if t.requires_grad]
-        scalars = [] if self.all_outputs else [t for t in roots if t.dim() == 0]
-        roots = [loss] if loss is not None else scalars or roots
+        roots = [loss] if loss is not None else backward_starts(roots, all_outputs=self.all_outputs)
         if self.n_outputs is not None:
             roots += [t for t in tensors_in(outputs[self.n_outputs :]) if t.requires_grad]
         return roots, [torch.ones_like(root) for root in roots]

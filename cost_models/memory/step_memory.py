@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from cost_models.graphs import Loss, on_meta, private_copy, run_nodes, tensors_in
+from cost_models.graphs import Loss, backward_starts, on_meta, private_copy, run_nodes, tensors_in
 from cost_models.kernels.device_kernels import DeviceKernels
 from cost_models.memory.allocations import Allocations
 from cost_models.memory.convolution_copies import kernels
@@ -283,10 +283,8 @@ class _Rehearsal:
 
 
 def _roots(outputs: tuple[Any, ...], all_outputs: bool) -> list[torch.Tensor]:
-    """Where a backward without a loss starts: at the scalar outputs (losses), or at all if none is a scalar or with
-    `all_outputs`."""
+    """Where a backward without a loss starts."""
     differentiable = [t for t in tensors_in(outputs) if t.requires_grad]
     if not differentiable:
         raise ValueError("no output of the graph requires a gradient: there is nothing to train")
-    scalars = [] if all_outputs else [t for t in differentiable if t.dim() == 0]
-    return scalars or differentiable
+    return backward_starts(differentiable, all_outputs=all_outputs)

@@ -9,14 +9,14 @@ import matplotlib.patches
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from autopar.schedule.builders import make_schedule
+from autopar.schedule.builders import SPLIT_BACKWARD, make_schedule
 from autopar.schedule.clock import Phase, Transfer
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import Timeline
 
 ASSETS = Path(__file__).parent / "assets"
 DEVICES, MICROBATCHES = 4, 8
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1}  # stages of a device
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "interleaved-zb": 2}  # stages of a device
 COLOURS = {Phase.FORWARD: "#4c8fd6", Phase.BACKWARD: "#e08a3c", Phase.INPUT: "#e08a3c", Phase.WEIGHT: "#5aa469"}
 WORDS = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "gradients of weights": Phase.WEIGHT}
 _GREY = "#808080"  # reads on white and on black
@@ -25,7 +25,7 @@ _GREY = "#808080"  # reads on white and on black
 def timeline(name: str, chunks: int) -> Timeline:
     """A step in which a device's forward of a micro-batch takes 1, and its backward 2, half of it for weights."""
     each, m = 1 / chunks, MICROBATCHES
-    weight = (each,) * m if name == "zb-h1" else ()
+    weight = (each,) * m if name in SPLIT_BACKWARD else ()
     times = [StageTimes((each,) * m, (2 * each,) * m, weight) for _ in range(DEVICES * chunks)]
     sends = [Transfer(s, s + 1, (0.0,) * m, (0.0,) * m) for s in range(len(times) - 1)]
     return simulate(make_schedule(name, m, [1] * DEVICES, chunks=chunks), times, sends)
@@ -53,9 +53,9 @@ def draw_step(axes: Axes, step: Timeline, end: float) -> None:
 
 
 def schedules() -> Figure:
-    """All four, on one axis of time."""
+    """All of them, on one axis of time."""
     steps = [timeline(name, chunks) for name, chunks in SCHEDULES.items()]
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    figure = Figure(figsize=(9, 8), layout="constrained")
     for axes, step in zip(figure.subplots(len(steps)), steps, strict=True):
         draw_step(axes, step, max(other.step_time for other in steps))
     keys = [mpl.patches.Patch(color=COLOURS[phase], label=word) for word, phase in WORDS.items()]

@@ -117,7 +117,8 @@ class PlanByHand:
             pipeline: devices that a micro-batch passes one after another.
             data: replicas. Default: what the devices leave.
             micro_batch: samples of each replica in a micro-batch. Default: 1 in a pipeline, otherwise all.
-            schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zb-h1". Default: 1f1b, interleaved with several chunks.
+            schedule: "gpipe", "1f1b", "interleaved-1f1b", "zb-h1" or "interleaved-zb". Default: 1f1b; with several
+                chunks interleaved-1f1b.
             chunks: stages of each device.
             zero: what is cut over replicas: 0 nothing, 1 the optimizer's state, 2 gradients as well, which are reduced
                 for every micro-batch, 3 parameters as well. The gradient of tied parameters is cut only with 3. Prices

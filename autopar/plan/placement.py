@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import InputError, PlanError
 from autopar.plan.placeholders import devices_in_order, devices_of_type, goes_round, is_ordinal
-from autopar.plan.validation import INTERLEAVED
+from autopar.schedule.builders import INTERLEAVED
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -36,12 +36,12 @@ def placed_on(plan: Plan, offered: Sequence[str], kinds: Sequence[str] | None) -
 
 
 def _ordinals(plan: Plan, offered: Sequence[str]) -> dict[str, str]:
-    return devices_in_order([stage.devices for stage in plan.stages], offered, plan.schedule == INTERLEAVED)
+    return devices_in_order([stage.devices for stage in plan.stages], offered, plan.schedule in INTERLEAVED)
 
 
 def _too_few(plan: Plan, offered: Sequence[str]) -> Iterator[str]:
     n_stages, n_used = len(plan.stages), len(plan.used_devices)
-    if goes_round([stage.devices for stage in plan.stages], offered, plan.schedule == INTERLEAVED):
+    if goes_round([stage.devices for stage in plan.stages], offered, plan.schedule in INTERLEAVED):
         if not offered or n_stages % len(offered):
             yield f"{n_stages} stages cannot go round {len(offered)} devices evenly: {', '.join(offered)}"
     elif n_used > len(offered):

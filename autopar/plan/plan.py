@@ -37,7 +37,8 @@ from autopar.plan.placement import placed_on
 from autopar.plan.plan_report import PlanReport
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.plan.step_work import StepWork
-from autopar.plan.validation import INTERLEAVED, places, rounds, violations, wrong_types
+from autopar.plan.validation import places, rounds, violations, wrong_types
+from autopar.schedule.builders import INTERLEAVED
 
 if TYPE_CHECKING:
     from autopar.plan.diff import PlanDiff
@@ -95,7 +96,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
     @property
     def ranks(self) -> int:
         """Number of device groups in the pipeline: stage s is on the devices of stage s mod ranks."""
-        turns = rounds([stage.devices for stage in self.stages]) if self.schedule == INTERLEAVED else None
+        turns = rounds([stage.devices for stage in self.stages]) if self.schedule in INTERLEAVED else None
         return len(self.stages) if turns is None else turns
 
     @property

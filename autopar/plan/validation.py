@@ -11,10 +11,9 @@ from typing import Any
 from autopar.hints.module_paths import nearest
 from autopar.plan.assumptions import wrong_assumptions
 from autopar.plan.placeholders import is_ordinal
-from autopar.schedule.builders import SCHEDULES
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES
 from autopar.sharding.stage_sharding import problems
 
-INTERLEAVED = "interleaved-1f1b"
 _MOST_NAMED = 4  # devices of a stage, or operators, that a text lists in full
 _OTHER_RULES = ("n_microbatches", "source", "target")  # numbers that have their own lower bound
 _FIELDS = "__dataclass_fields__"  # what `dataclasses.is_dataclass` asks for; it takes ten times as long
@@ -127,16 +126,17 @@ def _devices(plan: Any) -> Iterator[str]:
         if stage.keeps_products and not stage.layerwise:
             yield f"stage {s} keeps products of layers that it recomputes, but it recomputes none; set layerwise"
     groups = [names for _, names in known]
-    if plan.schedule == INTERLEAVED:
+    if plan.schedule in INTERLEAVED:
         turns = rounds(groups)
         if turns is None and groups:
             yield (
-                f"under {INTERLEAVED} the stages go round the devices in turn (a | b | a | b), "
+                f"under {plan.schedule} the stages go round the devices in turn (a | b | a | b), "
                 f"here they are {places(groups)}"
             )
         counts = [_replicas(plan.stages[s]) for s, _ in known]
         if len(set(counts)) > 1:
-            yield f"under {INTERLEAVED} all stages have the same number of devices, here {', '.join(map(str, counts))}"
+            here = ", ".join(map(str, counts))
+            yield f"under {plan.schedule} all stages have the same number of devices, here {here}"
         groups = list(dict.fromkeys(groups))
     shared = _twice(name for names in groups for name in dict.fromkeys(names))
     if shared:

@@ -30,6 +30,7 @@ from autopar.planner.inter_op.optimizer_seconds import optimizer_rates, stepped,
 from autopar.planner.predicted_step import ONE_WORKER, PredictedStep, pass_fields, step_of_plan
 from autopar.planner.priced_step import predicted_step, traffic_of
 from autopar.planner.rehearsed_memory import BY_FORMULA, Peaks, rehearsed
+from autopar.schedule.builders import SPLIT_BACKWARD
 from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.timeline import Timeline
 
@@ -178,7 +179,7 @@ def _plan_stages(
         assert memory is not None, "a step that was predicted from costs knows its memory"
         rows = costs.batch_size / arrangement.n_microbatches
         each = atom_times(costs, atoms, name, arrangement.busy, rows).under(arrangement.schedule)
-        each, split = each.running(predicted.recompute), arrangement.schedule == "zb-h1"
+        each, split = each.running(predicted.recompute), arrangement.schedule in SPLIT_BACKWARD
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=lambda n: costs.operators[n].position)
         configuration = costs.configuration.get(name)
         run_again = {n for n in nodes if costs.operators[n].runs_again(predicted.recompute)}

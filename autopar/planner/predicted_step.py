@@ -20,7 +20,7 @@ from autopar.costs.shared_hardware import hardware_of
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import Recompute
 from autopar.plan.stage import SizeRatios, Stage
-from autopar.schedule.builders import make_schedule
+from autopar.schedule.builders import SPLIT_BACKWARD, make_schedule
 from autopar.schedule.clock import Transfer
 from autopar.schedule.micro_batches import from_mean, mean_and_ratio, split_sizes
 from autopar.schedule.simulate import StageTimes, simulate
@@ -135,7 +135,7 @@ class PredictedStep:
         """
         stage = self.stages[number]
         overhead, handling = 0.0 if self.plain else self.overhead, self.handling * self._messages(number)
-        split = self.schedule == "zb-h1"
+        split = self.schedule in SPLIT_BACKWARD
         again = stage.again or (0.0,) * len(stage.forward)
         if stage.recompute == Recompute.STAGE:
             again = stage.forward

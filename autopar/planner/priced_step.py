@@ -18,6 +18,7 @@ from autopar.planner.inter_op.atoms import Atoms
 from autopar.planner.inter_op.optimizer_seconds import stage_steps
 from autopar.planner.predicted_step import PredictedStage, PredictedStep
 from autopar.planner.stage_contents import Traffic, stage_contents, stage_traffic, tied_gradients
+from autopar.schedule.builders import SPLIT_BACKWARD
 from autopar.schedule.clock import Transfer
 from autopar.schedule.micro_batches import split_sizes
 from cost_models import Cluster
@@ -30,7 +31,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     m = arrangement.n_microbatches
     sizes, names = split_sizes(costs.batch_size, m), arrangement.cost_names
     shares = [size / costs.batch_size for size in sizes]
-    split = arrangement.schedule == "zb-h1"
+    split = arrangement.schedule in SPLIT_BACKWARD
     times = {
         (name, size): atom_times(costs, atoms, name, arrangement.busy, size).under(arrangement.schedule)
         for name in dict.fromkeys(names)
@@ -166,7 +167,7 @@ def collectives_once(
     `times`: for each size of a micro-batch. Collectives behind kernels run behind the shortest passes.
     """
     inside, replicas = list(arrangement.stages[stage]), arrangement.groups[stage]
-    split = arrangement.schedule == "zb-h1"
+    split = arrangement.schedule in SPLIT_BACKWARD
     exposed, reduction = float(times[0].once[inside].sum()), reduction_seconds(costs, gradients, replicas)
     behind = times[0].behind(inside)
     if costs.overlap.gradients and reduction:

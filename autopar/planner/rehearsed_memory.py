@@ -34,7 +34,7 @@ from autopar.plan.recompute import Recompute
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atoms import Atoms
 from autopar.planner.waiting_messages import WaitingMessage, waiting
-from autopar.schedule.builders import make_schedule
+from autopar.schedule.builders import SPLIT_BACKWARD, make_schedule
 from autopar.schedule.clock import Action, Phase
 from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.precedence import Precedence
@@ -146,7 +146,7 @@ class _Step:
                 there,
                 recompute=arrangement.recompute[index] == Recompute.STAGE,
                 several=arrangement.n_microbatches > 1,
-                in_parts=arrangement.schedule == "zb-h1",
+                in_parts=arrangement.schedule in SPLIT_BACKWARD,
             )
             for index in range(n_stages)
             for rows in dict.fromkeys(self._sizes)

@@ -40,4 +40,10 @@ reaches the first stage sooner; 3m + p - 1 units, against 3 (m + p - 1) of 1f1b,
     0.0 | F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
     1.0 | .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     2.0 | .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+interleaved-zb (both papers): interleaved-1f1b whose later ranks delay their W, until they hold as much as the first
+rank; 3mv + p - 1 units of a stage, where zb-h1 with stages v times as large takes v (3m + p - 1).
+
+    0+2.0 | F0.0 F0.1 F2.0 F2.1 F0.2 I2.0 W2.0 I2.1 W2.1 F2.2 I0.0 W0.0 I0.1 W0.1 I2.2 W2.2 .... I0.2 W0.2
+    1+3.0 | .... F1.0 F1.1 F3.0 I3.0 F3.1 I3.1 F1.2 I1.0 W3.0 I1.1 W3.1 F3.2 I3.2 W1.0 W1.1 I1.2 W3.2 W1.2
 """

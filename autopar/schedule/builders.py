@@ -5,7 +5,11 @@ from collections.abc import Iterator, Sequence
 from autopar.schedule.clock import Action, Phase
 from autopar.schedule.table import Schedule
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb")
+INTERLEAVED = ("interleaved-1f1b", "interleaved-zb")
+"""Schedules under which a slot serves several stages."""
+SPLIT_BACKWARD = ("zb-h1", "interleaved-zb")
+"""Schedules whose backwards run in two parts, INPUT and WEIGHT."""
 
 
 def in_flight_limit(name: str, n_microbatches: int, replicas_here: int, devices_from_here_on: int, devices: int) -> int:
@@ -17,13 +21,13 @@ def in_flight_limit(name: str, n_microbatches: int, replicas_here: int, devices_
         1f1b   min(ceil(m / r), ceil(R / r))    enough to keep every device from here on busy; p - s where all r are 1
         zb-h1  min(ceil(m / r), ceil(D / r))    as many everywhere as 1f1b on the first stage; p where all r are 1
 
-    Raises ValueError for an unknown name, for interleaved-1f1b (see `interleaved_in_flight_limit`), and for numbers
-    that no pipeline has.
+    Raises ValueError for an unknown name, for interleaved schedules (see `interleaved_in_flight_limit`), and for
+    numbers that no pipeline has.
     """
     _check_name(name, n_microbatches)
-    if name == "interleaved-1f1b":
+    if name in INTERLEAVED:
         raise ValueError(
-            "in_flight_limit has no answer for interleaved-1f1b, whose slots serve several stages: "
+            f"in_flight_limit has no answer for {name}, whose slots serve several stages: "
             "call interleaved_in_flight_limit"
         )
     if not 1 <= replicas_here <= devices_from_here_on <= devices:
@@ -35,21 +39,26 @@ def in_flight_limit(name: str, n_microbatches: int, replicas_here: int, devices_
     return -(-min(n_microbatches, served) // replicas_here)
 
 
-def interleaved_in_flight_limit(n_microbatches: int, ranks: int, chunks: int, rank: int) -> int:
-    """How many pairs of a stage and a micro-batch a slot of `rank` may hold at a time under interleaved-1f1b.
+def interleaved_in_flight_limit(name: str, n_microbatches: int, ranks: int, chunks: int, rank: int) -> int:
+    """How many pairs of a stage and a micro-batch a slot of `rank` may hold at a time under an interleaved schedule.
 
-    `n_microbatches` are those of the slot: ceil(m / r) with r replicas. min(m v, 2 (p - g - 1) + (v - 1) p + 1) for
-    rank g of p with v chunks: the warm-up of Narayanan et al. 2021 and one more (https://arxiv.org/abs/2104.04473,
-    as Megatron-LM counts it).
+    `n_microbatches` are those of the slot: ceil(m / r) with r replicas. For rank g of p with v chunks:
 
-    Raises ValueError for numbers that no pipeline has.
+        interleaved-1f1b  min(m v, 2 (p - g - 1) + (v - 1) p + 1)    the warm-up and one more (Narayanan et al. 2021,
+                                                https://arxiv.org/abs/2104.04473, as Megatron-LM counts it)
+        interleaved-zb    min(m v, 2 (p - 1) + (v - 1) p + 1)        as many everywhere as on the first rank
+
+    Raises ValueError for the name of another schedule, and for numbers that no pipeline has.
     """
+    if name not in INTERLEAVED:
+        raise ValueError(f"{name} is not interleaved: choose one of {', '.join(INTERLEAVED)}, or call in_flight_limit")
     if n_microbatches < 1 or chunks < 1 or not 0 <= rank < ranks:
         raise ValueError(
             f"rank {rank} of {ranks} with {chunks} chunks and {n_microbatches} micro-batches: "
             "give 0 <= rank < ranks and at least one chunk and one micro-batch"
         )
-    return min(n_microbatches * chunks, 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1)
+    fullest = 0 if name in SPLIT_BACKWARD else rank
+    return min(n_microbatches * chunks, _warm_up(fullest, ranks, chunks) + 1)
 
 
 def make_schedule(
@@ -64,7 +73,7 @@ def make_schedule(
     micro-batches: gradients are summed in one order, and the choice of schedule does not change a single bit of them.
 
     Raises ValueError for an unknown name, n_microbatches < 1, no ranks, a rank without devices, chunks < 1, chunks > 1
-    under another schedule than interleaved-1f1b, and interleaved-1f1b on ranks of different sizes.
+    under a schedule that is not interleaved, and interleaved ones on ranks of different sizes.
     """
     _check_name(name, n_microbatches)
     if not replicas:
@@ -73,10 +82,12 @@ def make_schedule(
         raise ValueError(f"{min(replicas)} replicas: every stage has at least one device")
     if chunks < 1:
         raise ValueError(f"chunks is {chunks}: a device serves at least one stage")
-    if name != "interleaved-1f1b" and chunks > 1:
-        raise ValueError(f"{chunks} chunks: only interleaved-1f1b puts several stages on a device, not {name}")
-    if name == "interleaved-1f1b" and len(set(replicas)) > 1:
-        raise ValueError(f"replicas {tuple(replicas)}: interleaved-1f1b needs as many devices on every rank")
+    if name not in INTERLEAVED and chunks > 1:
+        raise ValueError(
+            f"{chunks} chunks: only {' and '.join(INTERLEAVED)} put several stages on a device, not {name}"
+        )
+    if name in INTERLEAVED and len(set(replicas)) > 1:
+        raise ValueError(f"replicas {tuple(replicas)}: {name} needs as many devices on every rank")
 
     groups, tables, first = [], [], 0
     for rank, here in enumerate(replicas):
@@ -84,8 +95,8 @@ def make_schedule(
         first += here
         for replica in range(here):
             microbatches = range(replica, n_microbatches, here)
-            if name == "interleaved-1f1b":
-                table = _interleaved(microbatches, rank, len(replicas), chunks)
+            if name in INTERLEAVED:
+                table = _interleaved(name, microbatches, rank, len(replicas), chunks)
             else:
                 table = _one_stage(name, microbatches, rank, replicas)
             tables.append(tuple(action for action in table if training or action.phase is Phase.FORWARD))
@@ -118,10 +129,14 @@ def _one_stage(name: str, microbatches: range, stage: int, replicas: Sequence[in
                 yield Action(phase, stage, microbatches[turn - delay])
 
 
-def _interleaved(microbatches: range, rank: int, ranks: int, chunks: int) -> Iterator[Action]:
+def _interleaved(name: str, microbatches: range, rank: int, ranks: int, chunks: int) -> Iterator[Action]:
     """A slot's actions, ordered as in Megatron-LM (Narayanan et al. 2021): of p micro-batches at a time all forwards of
     its first stage, all of its second, and so on, and the backwards likewise from its last stage to its first; after a
     warm-up of w[g] = 2 (p - g - 1) + (v - 1) p forwards one forward and one backward in turn.
+
+    The WEIGHT parts of interleaved-zb come up to 2 g turns after their INPUT parts: so each rank holds as much as the
+    first one, and has work left while it waits at the end. Once there are no more forwards, one WEIGHT part comes with
+    each INPUT part, which would wait for those of other ranks anyway.
 
     No number of micro-batches deadlocks. If p divides it, give the n-th forward of rank g the tick 2 (n + g) and its
     n-th backward 2 (n + w[g] + g) + 1. On each rank the ticks rise along the table, and whatever an action waits for
@@ -129,21 +144,31 @@ def _interleaved(microbatches: range, rank: int, ranks: int, chunks: int) -> Ite
     on rank p - 1 the (n - p)-th on rank 0, and a forward whose number is at most n + (v - 1) p. If p does not divide
     it, the tables are those for the next multiple without the micro-batches that do not exist, which no other waits
     for. (With a shorter last group in the tables themselves, 5 micro-batches on 4 ranks of 3 chunks do deadlock.)
+    INPUT parts take the place of the backwards, and no other slot waits for WEIGHT parts.
     """
     group = ranks * chunks  # forwards of p micro-batches
     n = -(-len(microbatches) // ranks) * group
-    warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * ranks
-    for turn in range(n + warm_up):
-        for phase, number in ((Phase.FORWARD, turn), (Phase.BACKWARD, turn - warm_up)):
-            if not 0 <= number < n:
+    warm_up = _warm_up(rank, ranks, chunks)
+    turns = [(Phase.FORWARD, 0), (Phase.BACKWARD, warm_up)]
+    if name in SPLIT_BACKWARD:
+        delay = min(2 * rank, max(0, n - warm_up))
+        turns = [(Phase.FORWARD, 0), (Phase.INPUT, warm_up), (Phase.WEIGHT, warm_up + delay)]
+    for turn in range(n + turns[-1][1]):
+        for phase, since in turns:
+            if not 0 <= turn - since < n:
                 continue
-            groups_before, place = divmod(number, group)
+            groups_before, place = divmod(turn - since, group)
             chunk, member = divmod(place, ranks)
-            if phase is Phase.BACKWARD:
+            if phase is not Phase.FORWARD:
                 chunk = chunks - 1 - chunk
             position = groups_before * ranks + member
             if position < len(microbatches):
                 yield Action(phase, chunk * ranks + rank, microbatches[position])
+
+
+def _warm_up(rank: int, ranks: int, chunks: int) -> int:
+    """Forwards of an interleaved schedule before a rank's first backward, besides the one in turn with it."""
+    return 2 * (ranks - rank - 1) + (chunks - 1) * ranks
 
 
 def _check_name(name: str, n_microbatches: int) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit, make_schedule
+from autopar.schedule.builders import INTERLEAVED, in_flight_limit, interleaved_in_flight_limit, make_schedule
 from autopar.schedule.clock import Action, Phase, chain, execute
 from autopar.schedule.table import Schedule
 
@@ -42,7 +42,7 @@ def _wrong_placement(schedule: Schedule) -> Iterator[str]:
         yield "a stage has no slots"
     if len(schedule.actions) != len(slots) or sorted(slots) != list(range(len(slots))):
         yield f"{len(schedule.actions)} lists of actions for {len(slots)} slots: one list for each slot of a stage"
-    if schedule.name == "interleaved-1f1b":
+    if schedule.name in INTERLEAVED:
         chunks = schedule.n_stages // max(1, len(groups))
         if schedule.placement != groups * chunks:
             yield f"placement {schedule.placement}: the stages go round the {len(groups)} ranks in turn"
@@ -95,9 +95,9 @@ def _over_limit(schedule: Schedule) -> Iterator[str]:
     groups = tuple(dict.fromkeys(schedule.placement))
     for rank, slots in enumerate(groups):
         here = len(slots)
-        if name == "interleaved-1f1b":
+        if name in INTERLEAVED:
             chunks = schedule.n_stages // len(groups)
-            limit = interleaved_in_flight_limit(-(-m // here), len(groups), chunks, rank)
+            limit = interleaved_in_flight_limit(name, -(-m // here), len(groups), chunks, rank)
         else:
             limit = in_flight_limit(name, m, here, sum(replicas[rank:]), sum(replicas))
         for slot in slots:

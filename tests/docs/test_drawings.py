@@ -22,6 +22,8 @@ def test_every_action_of_every_schedule_is_a_box_with_its_micro_batch() -> None:
 
 def test_the_idle_shares_are_those_of_the_formulas() -> None:
     p, m = DRAWINGS["DEVICES"], DRAWINGS["MICROBATCHES"]
-    for name, waiting in {"gpipe": p - 1, "1f1b": p - 1, "interleaved-1f1b": (p - 1) / 2}.items():
+    micro_batches = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 1 / 2, "zb-h1": 1 / 3, "interleaved-zb": 1 / 6}
+    for name, each in micro_batches.items():
+        waiting = (p - 1) * each
         step = DRAWINGS["timeline"](name, DRAWINGS["SCHEDULES"][name])
         assert step.bubble == pytest.approx(waiting / (m + waiting))

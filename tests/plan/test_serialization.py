@@ -26,6 +26,7 @@ from autopar import Cluster, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys, replicable_nodes
 from autopar.capture.program import Program, capture
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
+from autopar.schedule.builders import SCHEDULES
 from autopar.sharding.stage_sharding import Exchange, StageSharding
 
 Data = dict[str, Any]
@@ -138,7 +139,7 @@ CORRUPTIONS: list[tuple[str, Callable[[Data], None], str]] = [
     ("m", put("n_microbatches", None), "n_microbatches must be a whole number, got None"),
     ("m", put("n_microbatches", 0), "n_microbatches must be at least 1, got 0"),
     ("m", put("n_microbatches", 9), "n_microbatches is 9, but the batch has 8 samples"),
-    ("schedule", put("schedule", "zigzag"), "schedule must be one of gpipe, 1f1b, interleaved-1f1b, zb-h1, got 'zig"),
+    ("schedule", put("schedule", "zigzag"), f"schedule must be one of {', '.join(SCHEDULES)}, got 'zig"),
     ("schedule", put("schedule", 1), "schedule must be a text, got 1"),
     ("training", put("training", 1), "training must be true or false, got 1"),
     ("step", put("predicted_step_time", float("nan")), "predicted_step_time must be a finite number"),

@@ -175,7 +175,7 @@ def test_the_usual_orders_are_by_number_depth_first_and_breadth_first(pairs: Seq
     assert all(cuts in [f.tolist() for f in found] for cuts in expected)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb"])
 def test_the_plan_of_a_model_is_never_worse_than_along_one_order(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.plan.recompute import Recompute
 from autopar.planner.predicted_step import PredictedStage, PredictedStep
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES
 from autopar.schedule.clock import Transfer
 from autopar.schedule.timeline import StageMemory
 
@@ -20,8 +21,8 @@ SECONDS = st.floats(0.0, 2.0)
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[int, PredictedStep]:
     """How many times as many micro-batches and replicas, and a step that has so many more."""
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"]))
-    interleaved = schedule == "interleaved-1f1b"
+    schedule = draw(st.sampled_from(SCHEDULES))
+    interleaved = schedule in INTERLEAVED
     ranks, copies = draw(st.integers(1, 4)), draw(st.integers(2, 4))
     replicas = [draw(st.integers(1, 1 if interleaved else 3)) for _ in range(ranks)]
     chunks = draw(st.integers(1, 3)) if interleaved and ranks > 1 else 1

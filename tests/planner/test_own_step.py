@@ -28,7 +28,7 @@ from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.priced_step import predicted_step
 from autopar.planner.search_options import SearchOptions
 from autopar.planner.sensitivity import sensitivity
-from autopar.schedule.builders import SCHEDULES
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES
 from cost_models import Cluster
 from cost_models.collectives.overlap import Overlap
 
@@ -71,9 +71,9 @@ def small_plans(draw: st.DrawFn) -> Plan:
     costs = launched(costs, launches, recipe=Recipe(overlap=Overlap(sends=draw(st.booleans()))))
     costs = dataclasses.replace(costs, training=draw(st.booleans()))
     m, schedule, ranks = draw(st.integers(1, BATCH)), draw(st.sampled_from(SCHEDULES)), draw(st.sampled_from([1, 2, 4]))
-    chunks = draw(st.sampled_from([1, 4 // ranks])) if schedule == "interleaved-1f1b" else 1
+    chunks = draw(st.sampled_from([1, 4 // ranks])) if schedule in INTERLEAVED else 1
     same = draw(st.integers(1, min(2, m)))
-    replicas = [same if schedule == "interleaved-1f1b" else draw(st.integers(1, min(2, m))) for _ in range(ranks)]
+    replicas = [same if schedule in INTERLEAVED else draw(st.integers(1, min(2, m))) for _ in range(ranks)]
     free = iter(costs.groups)
     groups = [tuple(next(free) for _ in range(n)) for n in replicas] * chunks
     searching, each = Searching(costs, SearchOptions()), 4 // len(groups)

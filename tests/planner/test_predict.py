@@ -22,6 +22,7 @@ from autopar.planner.predict import predict
 from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
+from autopar.schedule.builders import SPLIT_BACKWARD
 from cost_models import Cluster, Link, parse_devices
 
 BATCH = 8
@@ -148,12 +149,12 @@ def test_bubbles_are_filled_where_that_gains_more_than_python_takes() -> None:
     def chosen(seconds: float, python: PythonOverhead = NOT_MEASURED) -> str:
         options = SearchOptions(n_microbatches=4, max_replicas=1, loss_inside=True)
         plan = make_plan(dataclasses.replace(line_of(*[4 * seconds] * 12), python=python), options)
-        assert len(plan.stages) == 2
+        assert len(plan.used_devices) == 2
         return plan.schedule
 
-    assert chosen(1e-2) == "zb-h1"
-    assert chosen(4e-5) == "1f1b"
-    assert chosen(4e-5, PythonOverhead(busy=1e-6, alone=1e-6, splitting=0.0)) == "zb-h1"
+    assert chosen(1e-2) in SPLIT_BACKWARD
+    assert chosen(4e-5) not in SPLIT_BACKWARD
+    assert chosen(4e-5, PythonOverhead(busy=1e-6, alone=1e-6, splitting=0.0)) in SPLIT_BACKWARD
 
 
 def test_operators_of_a_stage_need_not_be_neighbours() -> None:

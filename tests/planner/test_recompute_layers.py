@@ -23,6 +23,7 @@ from autopar.plan.stage import Stage
 from autopar.planner.inter_op.atoms import gather
 from autopar.planner.inter_op.memory_formula import Activations, activation_bytes
 from autopar.planner.predicted_step import step_of_plan
+from autopar.schedule.builders import SPLIT_BACKWARD
 from benchmarks.plan_memory import Call, Subject, peaks
 
 UNDER = 0.99
@@ -78,7 +79,7 @@ def test_layers_cost_less_than_whole_stages_in_seconds_and_at_work_and_more_in_f
     none, full, stage = (hand(name, **degrees) for name in ("none", "full", "stage"))
     steps = [plan.predicted_step_time or 0.0 for plan in (none, full, stage)]
     assert steps[0] < steps[1]
-    if degrees.get("schedule") != "zb-h1":  # whose backward does not come in parts with layers
+    if degrees.get("schedule") not in SPLIT_BACKWARD:  # whose backward does not come in parts with layers
         assert steps[1] <= steps[2] * (1 + 1e-9)
     for kept, layers, once in zip(none.stages, full.stages, stage.stages, strict=True):
         assert (once.activation_bytes or 0) <= (layers.activation_bytes or 0) < (kept.activation_bytes or 0) / 2

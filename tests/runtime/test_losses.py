@@ -17,6 +17,7 @@ from torch import nn
 import autopar
 from autopar import AutoparWarning, InputError, PipelinedModule, Plan
 from autopar.analysis import loss as loss_module
+from autopar.schedule.builders import INTERLEAVED
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
@@ -56,11 +57,11 @@ def test_a_step_has_the_loss_and_the_gradients_of_the_plain_model(case: Case) ->
         assert_same_gradients(gradients(model), gradients(original))
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *INTERLEAVED])
 def test_a_micro_batch_whose_targets_are_all_ignored_counts_nothing(schedule: str) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     original = copy.deepcopy(model)
-    split = {str(i): i for i in range(4)} if schedule == "interleaved-1f1b" else {"0": 0, "2": 1}
+    split = {str(i): i for i in range(4)} if schedule in INTERLEAVED else {"0": 0, "2": 1}
     pm = autopar.parallelize(
         model, ["cpu", "cpu"], plan=Plan.from_split(split, n_microbatches=4, schedule=schedule), cache=False
     )

@@ -18,7 +18,7 @@ from autopar import InputError, PipelinedModule, Plan
 from autopar.lower.split_backward import input_part
 from autopar.runtime.stages.stage_replica import StageReplica
 from autopar.runtime.step.passes import Passes
-from autopar.schedule.builders import SCHEDULES
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES
 
 pytestmark = pytest.mark.usefixtures("shared_exports")
 
@@ -83,6 +83,9 @@ PLANS = {
     "interleaved, 3 chunks": Plan.from_split(
         residual_split(6), n_microbatches=4, schedule="interleaved-1f1b", devices=["cpu:0", "cpu:1"] * 3
     ),
+    "interleaved-zb": Plan.from_split(
+        residual_split(4), n_microbatches=3, schedule="interleaved-zb", devices=["cpu:0", "cpu:1"] * 2
+    ),
 }
 
 
@@ -117,9 +120,10 @@ def test_every_schedule_gives_the_models_outputs_and_gradients(plan: Plan, recom
 @pytest.mark.slow
 def test_the_choice_of_schedule_does_not_change_a_bit_of_the_gradients() -> None:
     torch.manual_seed(0)
-    models = [Residual() for _ in range(3)]
+    names = ("gpipe", "1f1b", "zb-h1", "interleaved-zb")
+    models = [Residual() for _ in names]
     batch, target = ids(8), torch.randn(8, 6, 32)
-    for model, name in zip(models, ("gpipe", "1f1b", "zb-h1"), strict=True):
+    for model, name in zip(models, names, strict=True):
         model.load_state_dict(models[0].state_dict())
         run(model, PLANS[name], batch, target, "train_step")
     first, *others = (gradients(model) for model in models)
@@ -127,7 +131,7 @@ def test_the_choice_of_schedule_does_not_change_a_bit_of_the_gradients() -> None
         assert all(torch.equal(first[name], other[name]) for name in first)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s not in INTERLEAVED])
 def test_replicated_stages_run_every_schedule(schedule: str) -> None:
     torch.manual_seed(0)
     model = Residual()
@@ -140,12 +144,13 @@ def test_replicated_stages_run_every_schedule(schedule: str) -> None:
     assert_same_gradients(gradients(model), gradients(original))
 
 
-def test_replicated_ranks_run_an_interleaved_schedule() -> None:
+@pytest.mark.parametrize("schedule", INTERLEAVED)
+def test_replicated_ranks_run_an_interleaved_schedule(schedule: str) -> None:
     torch.manual_seed(0)
     model = Residual()
     original = copy.deepcopy(model)
     devices = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]] * 2
-    plan = Plan.from_split(residual_split(4), n_microbatches=5, schedule="interleaved-1f1b", devices=devices)
+    plan = Plan.from_split(residual_split(4), n_microbatches=5, schedule=schedule, devices=devices)
     batch, target = ids(9), torch.randn(9, 6, 32)
     square(original(batch), target).backward()
     autopar.parallelize(model, ["cpu"] * 4, plan=plan).train_step(batch, target=target, loss_fn=square)

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.schedule.builders import make_schedule
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, make_schedule
 from autopar.schedule.clock import Action, Event, chain, execute
 from autopar.schedule.precedence import Precedence
 from autopar.schedule.table import Schedule, phased
@@ -18,8 +18,8 @@ LONG = 1e6  # s
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[Schedule, bool]:
     """With whether all forwards come first."""
-    name = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"]))
-    chunks = 2 if name == "interleaved-1f1b" else 1
+    name = draw(st.sampled_from(SCHEDULES))
+    chunks = 2 if name in INTERLEAVED else 1
     ranks = draw(st.integers(1, 3))
     replicas = tuple(draw(st.integers(1, 2 if chunks == 1 else 1)) for _ in range(ranks))
     schedule = make_schedule(name, draw(st.integers(1, 5)), replicas, chunks=chunks)

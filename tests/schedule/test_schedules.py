@@ -9,14 +9,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import autopar.schedule
-from autopar.schedule.builders import SCHEDULES, in_flight_limit, interleaved_in_flight_limit, make_schedule
+from autopar.schedule.builders import (
+    INTERLEAVED,
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    in_flight_limit,
+    interleaved_in_flight_limit,
+    make_schedule,
+)
 from autopar.schedule.clock import Action, Phase
 from autopar.schedule.table import Schedule, phased
 from autopar.schedule.validation import validate
 
 F, B, I, W = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT  # noqa: E741
 
-one_stage_names = st.sampled_from([name for name in SCHEDULES if name != "interleaved-1f1b"])
+one_stage_names = st.sampled_from([name for name in SCHEDULES if name not in INTERLEAVED])
 microbatches = st.integers(1, 24)
 
 
@@ -25,7 +32,7 @@ def pipelines(draw: st.DrawFn, max_ranks: int = 6, max_replicas: int = 4) -> tup
     """A schedule's name, the devices of its ranks, and the stages of each device."""
     name = draw(st.sampled_from(SCHEDULES))
     replicas = st.integers(1, max_replicas)
-    if name == "interleaved-1f1b":
+    if name in INTERLEAVED:
         return name, (draw(replicas),) * draw(st.integers(1, max_ranks)), draw(st.integers(1, 4))
     return name, tuple(draw(st.lists(replicas, min_size=1, max_size=max_ranks))), 1
 
@@ -65,10 +72,10 @@ def holds(schedule: Schedule, slot: int) -> int:
 
 def limit_of(schedule: Schedule, slot: int) -> int:
     stage, replicas, m = min(schedule.stages_of(slot)), schedule.replicas, schedule.n_microbatches
-    if schedule.name == "interleaved-1f1b":
+    if schedule.name in INTERLEAVED:
         ranks = len(set(schedule.placement))
         chunks = schedule.n_stages // ranks
-        return interleaved_in_flight_limit(-(-m // replicas[0]), ranks, chunks, stage)
+        return interleaved_in_flight_limit(schedule.name, -(-m // replicas[0]), ranks, chunks, stage)
     return in_flight_limit(schedule.name, m, replicas[stage], sum(replicas[stage:]), sum(replicas))
 
 
@@ -78,7 +85,7 @@ def test_every_schedule_made_is_valid(pipeline: tuple[str, tuple[int, ...], int]
     schedule = make_schedule(name, m, replicas, chunks=chunks, training=training)
     validate(schedule)
     assert schedule.training is training
-    assert schedule.splits_backward is (training and name == "zb-h1")
+    assert schedule.splits_backward is (training and name in SPLIT_BACKWARD)
 
 
 @given(pipelines(), microbatches, st.booleans())
@@ -87,7 +94,7 @@ def test_each_microbatch_runs_once_per_phase_and_stage_on_its_slot(
 ) -> None:
     name, replicas, chunks = pipeline
     schedule = make_schedule(name, m, replicas, chunks=chunks, training=training)
-    phases = (F,) if not training else (F, I, W) if name == "zb-h1" else (F, B)
+    phases = (F,) if not training else (F, I, W) if name in SPLIT_BACKWARD else (F, B)
     placed = sorted((*action, slot) for slot, table in enumerate(schedule.actions) for action in table)
     expected = sorted(
         (phase, chunk * len(replicas) + rank, i, sum(replicas[:rank]) + i % replicas[rank])
@@ -132,6 +139,17 @@ def test_zb_h1_is_1f1b_with_its_backwards_split(m: int, p: int) -> None:
         assert schedule.in_flight(0) == p
 
 
+@given(microbatches, st.integers(1, 6), st.integers(1, 4))
+def test_interleaved_zb_is_interleaved_1f1b_with_its_backwards_split(m: int, p: int, v: int) -> None:
+    schedule = make_schedule("interleaved-zb", m, (1,) * p, chunks=v)
+    plain = make_schedule("interleaved-1f1b", m, (1,) * p, chunks=v)
+    assert schedule.placement == plain.placement
+    for table, whole in zip(schedule.actions, plain.actions, strict=True):
+        assert [a for a in table if a.phase is not W] == [a._replace(phase=I) if a.phase is B else a for a in whole]
+    if m % p == 0:  # the first rank holds as much as under interleaved-1f1b, and no other holds more
+        assert schedule.in_flight(0) == plain.in_flight(0) == max(map(schedule.in_flight, range(p)))
+
+
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4))
 def test_interleaved_holds_megatrons_warm_up_and_one_more(groups: int, p: int, v: int) -> None:
     schedule = make_schedule("interleaved-1f1b", groups * p, (1,) * p, chunks=v)
@@ -151,11 +169,13 @@ def test_interleaved_runs_forwards_in_groups_of_ranks_chunk_by_chunk_and_backwar
     ]
 
 
-@given(st.integers(1, 12), st.integers(1, 4), st.integers(2, 3), st.integers(1, 3))
-def test_replicas_of_an_interleaved_schedule_are_pipelines_of_their_own(m: int, p: int, r: int, v: int) -> None:
-    schedule = make_schedule("interleaved-1f1b", m, (r,) * p, chunks=v)
+@given(st.sampled_from(INTERLEAVED), st.integers(1, 12), st.integers(1, 4), st.integers(2, 3), st.integers(1, 3))
+def test_replicas_of_an_interleaved_schedule_are_pipelines_of_their_own(
+    name: str, m: int, p: int, r: int, v: int
+) -> None:
+    schedule = make_schedule(name, m, (r,) * p, chunks=v)
     for lane in range(min(r, m)):
-        alone = make_schedule("interleaved-1f1b", len(range(lane, m, r)), (1,) * p, chunks=v)
+        alone = make_schedule(name, len(range(lane, m, r)), (1,) * p, chunks=v)
         for rank in range(p):
             table = schedule.actions[rank * r + lane]
             assert [a._replace(microbatch=a.microbatch // r) for a in table] == list(alone.actions[rank])
@@ -315,7 +335,7 @@ def test_validate_refuses_an_impossible_placement(
         (("gpipe", 0, (1,)), 1, "n_microbatches is 0"),
         (("1f1b", 4, ()), 1, "replicas is empty"),
         (("1f1b", 4, (1, 0)), 1, "0 replicas"),
-        (("1f1b", 4, (1, 1)), 2, "only interleaved-1f1b puts several stages on a device, not 1f1b"),
+        (("1f1b", 4, (1, 1)), 2, "only interleaved-1f1b and interleaved-zb put several stages on a device, not 1f1b"),
         (("interleaved-1f1b", 4, (1, 1)), 0, "chunks is 0"),
         (("interleaved-1f1b", 4, (1, 2)), 2, "as many devices on every rank"),
     ],
@@ -340,7 +360,9 @@ def test_the_limit_of_an_impossible_stage_is_refused(arguments: tuple[str, int, 
     with pytest.raises(ValueError, match=message):
         in_flight_limit(*arguments)
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        interleaved_in_flight_limit(4, 2, 2, 2)
+        interleaved_in_flight_limit("interleaved-zb", 4, 2, 2, 2)
+    with pytest.raises(ValueError, match="1f1b is not interleaved: choose one of interleaved-1f1b, interleaved-zb"):
+        interleaved_in_flight_limit("1f1b", 4, 2, 2, 1)
 
 
 def test_slots_are_numbered_rank_by_rank() -> None:
@@ -362,6 +384,7 @@ def test_the_drawings_in_the_documentation_are_what_print_shows() -> None:
         *str(make_schedule("1f1b", 4, (1, 1, 1))).splitlines()[1:],
         *str(make_schedule("interleaved-1f1b", 4, (1, 1), chunks=2)).splitlines()[1:],
         *str(make_schedule("zb-h1", 4, (1, 1, 1))).splitlines()[1:],
+        *str(make_schedule("interleaved-zb", 3, (1, 1), chunks=2)).splitlines()[1:],
     ]
     assert [line.strip() for line in drawn] == printed
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulations import Case, cases, seconds, uniform
 
-from autopar.schedule.builders import SCHEDULES, make_schedule
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, make_schedule
 from autopar.schedule.clock import Action, Phase, Transfer
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.table import phased
@@ -197,6 +197,20 @@ def test_zb_h1_keeps_a_third_of_the_bubble_on_equal_parts(more: int, p: int, uni
     assert timeline.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
+def test_interleaved_zb_waits_for_the_first_forwards_alone(groups: int, p: int, v: int, f: int, w: int) -> None:
+    m = groups * p
+    equal = uniform("interleaved-zb", m, p, f, 2 * f, weight=f, chunks=v)
+    assert equal.step_time == (3 * m * v + p - 1) * f, "nothing can be shorter: the last rank waits for p - 1 forwards"
+    h1, interleaved = (
+        uniform("zb-h1", m, p, v * f, v * (f + w), weight=v * w),
+        uniform("interleaved-1f1b", m, p, f, f + w, chunks=v),
+    )
+    timeline = uniform("interleaved-zb", m, p, f, f + w, weight=w, chunks=v)
+    assert timeline.step_time <= min(h1.step_time, interleaved.step_time)
+    assert max(timeline.in_flight) == max(interleaved.in_flight)
+
+
 @given(plain_names, st.integers(1, 12), st.integers(1, 6), st.integers(1, 9))
 def test_forwards_alone_hold_one_activation_and_do_without_backward_times(name: str, m: int, p: int, f: int) -> None:
     timeline = uniform(name, m, p, f, 7, training=False)
@@ -301,7 +315,7 @@ def test_no_backward_starts_before_the_barrier(name: str, m: int, p: int, f: int
     last = max(event.end for event in timeline.events if event.action.phase is F)
     assert min(event.start for event in timeline.events if event.action.phase is not F) == last + loss
     assert timeline.in_flight == (m,) * p
-    if name != "interleaved-1f1b":  # its groups of p forwards need p micro-batches to be back in time
+    if name not in INTERLEAVED:  # its groups of p forwards need p micro-batches to be back in time
         assert timeline.step_time == (m + p - 1) * (f + b) + loss
 
 

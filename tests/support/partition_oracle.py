@@ -20,7 +20,7 @@ from autopar.planner.inter_op.device_kind import DeviceKind, Gradients
 from autopar.planner.inter_op.problem import Launches, Overlapping, Problem
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
-from autopar.schedule.builders import make_schedule
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, SPLIT_BACKWARD, make_schedule
 from autopar.schedule.clock import Phase
 from cost_models import HostCosts
 from cost_models.collectives.overlap import SLOWDOWN
@@ -137,12 +137,24 @@ def optimizer_time(problem: Problem, stage: OracleStage) -> float:
     return 0.0 if rates is None else float(rates.seconds(StepShare(*map(sum, zip(NO_STEP, *shares, strict=True)))))
 
 
+def n_actions(problem: Problem) -> int:
+    return 1 if not problem.backward.any() else 2 if problem.weight is None else 3
+
+
+def way_back(problem: Problem, stage: OracleStage) -> float:
+    """Seconds of all of a stage's actions but the forward."""
+    forward, backward, _ = pass_times(problem, stage)
+    again = forward if stage.recompute == Recompute.STAGE else 0.0
+    overhead = (n_actions(problem) - 1) * problem.overhead_of(stage.recompute)
+    return float(backward + again + overhead + (handling(problem, stage) if n_actions(problem) > 1 else 0.0))
+
+
 def stage_time(problem: Problem, stage: OracleStage) -> float:
     kind, share = problem.kinds[stage.kind], problem.bytes_share
     forward, backward, _ = pass_times(problem, stage)
     seconds = forward + backward
     seconds += forward if stage.recompute == Recompute.STAGE else 0.0
-    actions = 1 if not problem.backward.any() else 2 if problem.weight is None else 3
+    actions = n_actions(problem)
     seconds += actions * problem.overhead_of(stage.recompute)
     seconds += sum(arriving(problem, stage, backward) for backward in (False, True))
     seconds += min(actions, 2) * handling(problem, stage)
@@ -164,14 +176,11 @@ def each_more(problem: Problem, stage: OracleStage) -> float:
     if not problem.sends_behind:
         return stage_time(problem, stage)
     kind = problem.kinds[stage.kind]
-    forward, backward, _ = pass_times(problem, stage)
-    backward += forward if stage.recompute == Recompute.STAGE else 0.0
-    overhead = problem.overhead_of(stage.recompute)
+    forward, backward = pass_times(problem, stage)[0], way_back(problem, stage)
     nbytes = sum(v.nbytes for v in sent(problem, stage)) * problem.bytes_share
-    forward += overhead + nbytes * kind.send_seconds_per_byte + handling(problem, stage)
-    backward += overhead + handling(problem, stage) if problem.backward.any() else 0.0
+    forward += problem.overhead_of(stage.recompute) + nbytes * kind.send_seconds_per_byte + handling(problem, stage)
     there, back = (arriving(problem, stage, way) for way in (False, True))
-    if problem.schedule == "interleaved-1f1b":
+    if problem.schedule in INTERLEAVED:
         return float(max(forward + backward, there, back))
     return float(max(forward, there) + max(backward, back))
 
@@ -206,7 +215,7 @@ def most_in_flight(schedule: str, n_microbatches: int, replicas: int, after: int
 
     The stage has `after` of the `groups`, devices or meshes, behind it, and all others before it.
     """
-    if schedule == "interleaved-1f1b":  # counted as on the first of as many ranks as there can be
+    if schedule in INTERLEAVED:  # counted as on the first of as many ranks as there can be
         replicas, after = 1, groups - 1
     before = groups - replicas - after
     ranks = [*([before] if before else []), replicas, *[1] * after]
@@ -264,8 +273,10 @@ def objective(problem: Problem, stages: Stages, before: frozenset[int] = frozens
         time = stage_time(problem, stage)
         weight = pass_times(problem, stage)[2]
         single, split = m <= stage.replicas and problem.chunks == 1, problem.weight is not None
-        parts = (1 if single else 2) * (weight + problem.overhead_of(stage.recompute))
-        delayed = min(parts, time) if split else 0.0
+        parts = 1 if single else problem.most_delayed_parts
+        delayed = (
+            min(parts * (weight + problem.overhead_of(stage.recompute)), way_back(problem, stage)) if split else 0.0
+        )
         gradient = shared_bytes(space_of(problem, stage).gradients, stage.atoms)
         kind = problem.kinds[stage.kind]
         reduction = not_hidden(problem, stage, float(kind.reduction(stage.replicas, Gradients(np.array(gradient)))))
@@ -283,7 +294,7 @@ def objective(problem: Problem, stages: Stages, before: frozenset[int] = frozens
             total -= lacking_accumulation(problem, stage) if problem.sum_counts else 0.0
         else:
             passes = max(0.0, passes - lacking_accumulation(problem, stage))
-        if not problem.sum_counts or problem.chunks > 1 or (split and not single) or not before:
+        if not problem.sum_counts or problem.chunks > 1 or (split and parts > 1) or not before:
             behind = 0.0
         else:
             _, backward, weight = pass_times(problem, replace(stage, atoms=before, recompute=Recompute.NONE))
@@ -417,10 +428,10 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool
         unrepeatable=draw(st.one_of(st.just(()), st.lists(atoms, max_size=1).map(tuple))),
         lane=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"]))
+    schedule = draw(st.sampled_from(SCHEDULES))
     backward = array(len(pools), n)
 
-    weight = np.minimum(array(len(pools), n), backward) if schedule == "zb-h1" else None
+    weight = np.minimum(array(len(pools), n), backward) if schedule in SPLIT_BACKWARD else None
 
     def launched() -> Launches:
         back = array(len(pools), n)
@@ -459,6 +470,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool
         overlapping=overlap,
         n_microbatches=m,
         schedule=schedule,
+        most_delayed_parts=draw(st.integers(1, 3)),
         kinds=tuple(
             DeviceKind(
                 *(str(kind), counts[pool], draw(memory), *received, draw(third), draw(third)),
@@ -479,9 +491,9 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool
         blocks=again() if draw(st.booleans()) else None,
         once=draw(st.sampled_from([None, array(len(pools), n)])),
         accumulation=draw(st.sampled_from([None, np.minimum(array(len(pools), n), backward)])),
-        max_replicas=1 if schedule == "interleaved-1f1b" else draw(st.integers(1, 4)),
+        max_replicas=1 if schedule in INTERLEAVED else draw(st.integers(1, 4)),
         may_recompute=draw(st.booleans()),
-        sends_behind=schedule in ("gpipe", "interleaved-1f1b") and draw(st.booleans()),
+        sends_behind=schedule in ("gpipe", *INTERLEAVED) and draw(st.booleans()),
         share=draw(st.sampled_from([1.0, 0.5])),  # whole bytes and halves: sums that fit exactly do so in floats, too
     )
 

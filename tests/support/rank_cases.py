@@ -29,6 +29,7 @@ import autopar
 from autopar import AutoparError, Plan
 from autopar.capture.program import capture
 from autopar.capture.torch_private import tree_leaves
+from autopar.schedule.builders import INTERLEAVED
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,8 @@ def plan_of(job: Job, model: nn.Module, x: torch.Tensor, n: int) -> Plan | None:
         modes = {0: rest, 1: rest} if rest else {}
         return Plan.from_split(SPLITS[job.model][n], recompute=modes, **made)
     if kind == "chunks":
-        return Plan.from_split(SPLITS[job.model][n * int(rest)], **(made | {"schedule": "interleaved-1f1b"}))
+        made["schedule"] = job.schedule if job.schedule in INTERLEAVED else "interleaved-1f1b"
+        return Plan.from_split(SPLITS[job.model][n * int(rest)], **made)
     if kind == "replicas":
         counts = [int(c) for c in rest.split(",")]
         names = iter(f"cpu:{i}" for i in range(n))

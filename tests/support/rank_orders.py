@@ -20,6 +20,7 @@ from autopar.runtime.ranks.messages.channels import ExchangeChannel
 from autopar.runtime.ranks.messages.exchange_wire import ExchangeWire
 from autopar.runtime.ranks.messages.wire import Wire
 from autopar.runtime.ranks.world import World
+from autopar.schedule.builders import INTERLEAVED
 
 WIDTH = 32
 
@@ -70,7 +71,8 @@ def plan_of(order: Order, model: nn.Module) -> Plan:
         return {f"blocks.{i}": i * stages // order.n_blocks for i in range(order.n_blocks)}
 
     if order.plan == "chunks":
-        return Plan.from_split(split(2 * n), **(made | {"schedule": "interleaved-1f1b"}))
+        made["schedule"] = order.schedule if order.schedule in INTERLEAVED else "interleaved-1f1b"
+        return Plan.from_split(split(2 * n), **made)
     if order.plan == "replicas":
         devices = [names[:1], names[1:]] if n > 2 else [names]
         return Plan.from_split(split(len(devices)), devices=devices, **made)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from autopar.schedule.builders import SCHEDULES, make_schedule
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, make_schedule
 from autopar.schedule.clock import Action, Phase, Transfer
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.table import Schedule
@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn, links: bool = False) -> Case:
     name = draw(names)
     m = draw(st.integers(1, 8))
     p = draw(st.integers(1, 4))
-    if name == "interleaved-1f1b":
+    if name in INTERLEAVED:
         replicas, chunks = [draw(st.integers(1, 2))] * p, draw(st.integers(1, 3))
     else:
         replicas, chunks = draw(st.lists(st.integers(1, 3), min_size=p, max_size=p)), 1

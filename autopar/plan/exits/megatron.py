@@ -118,7 +118,8 @@ def _recompute(degrees: Degrees, layers: StageLayers) -> dict[str, Value]:
 
 def _lost(plan: Plan, degrees: Degrees, layers: StageLayers) -> Iterator[NotExpressed]:
     if degrees.pipeline > 1 and degrees.schedule not in ("1f1b", _INTERLEAVED):
-        yield NotExpressed("schedule", f"{degrees.schedule}; Megatron-LM runs 1f1b")
+        its_own = _INTERLEAVED if degrees.chunks > 1 else "1f1b"
+        yield NotExpressed("schedule", f"{degrees.schedule}; Megatron-LM runs {its_own}")
     if degrees.recompute == "selective-op":
         yield NotExpressed("recompute", "selective-op; full recomputation of each layer takes its place and keeps less")
     if degrees.recompute == "stage":

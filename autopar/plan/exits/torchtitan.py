@@ -25,6 +25,7 @@ from autopar.plan.exits.configuration import (
 from autopar.plan.exits.plan_degrees import beyond_degrees, degrees_in
 from autopar.plan.exits.schedule_csv import csv_text
 from autopar.plan.exits.stage_layers import StageLayers, even_counts, stage_layers
+from autopar.schedule.builders import INTERLEAVED
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -35,7 +36,12 @@ VERSION = "torchtitan 0.3.0"
 
 _CSV_FILE = "schedule.csv"
 _PARTS = "parallelism.module_fqns_per_model_part"
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B"}
+_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved-1f1b": "Interleaved1F1B",
+    "interleaved-zb": "InterleavedZeroBubble",
+}
 _CHECKPOINTS = {"none": "none", "selective-op": "selective", "selective": "selective", "full": "full", "stage": "full"}
 _AC = "activation-checkpoint"
 
@@ -96,7 +102,7 @@ def _has_schedule(degrees: Degrees) -> bool:
     m, p = degrees.n_microbatches, degrees.pipeline
     if degrees.schedule not in _SCHEDULES:
         return False
-    if degrees.schedule == "interleaved-1f1b":
+    if degrees.schedule in INTERLEAVED:
         return degrees.chunks > 1 and m % max(1, m // p) == 0
     return m >= p
 
@@ -192,7 +198,7 @@ def _stages(found: Mapping[str, str], pipeline: int, schedule: str) -> tuple[int
     parts = found.get(_PARTS, "").split()
     if not parts:
         less = "torchtitan gives the first and the last stage fewer layers by its defaults; those of this plan are even"
-        return 2 if schedule == "interleaved-1f1b" else 1, (less,)
+        return 2 if schedule in INTERLEAVED else 1, (less,)
     counts = tuple(sum(name.startswith("layers.") for name in part.split(",")) for part in parts)
     even = even_counts(sum(counts), len(parts))
     if len(parts) % pipeline:

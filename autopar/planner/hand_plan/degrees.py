@@ -9,10 +9,8 @@ from typing import Any
 
 from autopar.plan.degrees import ZERO, Degrees
 from autopar.plan.recompute import RECOMPUTE
-from autopar.schedule.builders import SCHEDULES
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, SPLIT_BACKWARD
 from autopar.sharding.mesh import divisors
-
-_INTERLEAVED = "interleaved-1f1b"
 
 
 @dataclass(frozen=True)
@@ -74,19 +72,26 @@ def _filled_in(given: Mapping[str, Any], limits: Limits) -> Degrees:
     values: dict[str, Any] = {"tensor": 1, "pipeline": 1, "chunks": 1, "zero": 0, "recompute": "none"}
     values |= {"sequence_parallel": False, "batch": limits.batch, **given}
     values.setdefault("data", max(1, limits.n_devices // (values["tensor"] * values["pipeline"])))
-    values.setdefault("schedule", _INTERLEAVED if values["chunks"] > 1 else "1f1b")
+    values.setdefault("schedule", _able("1f1b", values["chunks"]))
     # stages take turns with many micro-batches, a stage alone needs one
     several = values["pipeline"] > 1 and not limits.obstacle
     values.setdefault("micro_batch", 1 if several else max(1, limits.batch // values["data"]))
     return Degrees(**values)
 
 
+def _able(schedule: str, chunks: int) -> str:
+    """`schedule`, or one like it that puts as many stages on a device."""
+    if chunks == 1 or schedule in INTERLEAVED:
+        return schedule
+    return next(name for name in INTERLEAVED if (name in SPLIT_BACKWARD) == (schedule in SPLIT_BACKWARD))
+
+
 def _contradictions(wanted: Degrees, given: Collection[str], limits: Limits) -> Iterator[str]:
     """`given`: the degrees that the user gave; the others follow from these."""
     yield from _of_devices_and_batch(wanted, given, limits)
     yield from _of_counts(wanted, limits.n_layers)
-    if wanted.chunks > 1 and wanted.schedule != _INTERLEAVED:
-        yield f"chunks={wanted.chunks} needs schedule='{_INTERLEAVED}', got {wanted.schedule!r}"
+    if wanted.chunks > 1 and wanted.schedule not in INTERLEAVED:
+        yield f"chunks={wanted.chunks} needs schedule={' or '.join(map(repr, INTERLEAVED))}, got {wanted.schedule!r}"
     yield from limits.refused(wanted)
 
 
@@ -180,7 +185,7 @@ def _changes(
                 pipeline=pipeline,
                 data=data,
                 micro_batch=micro_batch,
-                schedule=_INTERLEAVED if chunks > 1 else given.get("schedule", follows.schedule),
+                schedule=_able(given.get("schedule", follows.schedule), chunks),
                 chunks=chunks,
                 zero=wanted.zero if data > 1 else 0,
                 sequence_parallel=wanted.sequence_parallel and tensor > 1,

@@ -28,6 +28,7 @@ from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import PartitionResult
 from autopar.planner.inter_op.search_counts import MANY_DEVICES, parts_of_cluster
 from autopar.planner.search_options import SearchOptions
+from autopar.schedule.builders import INTERLEAVED
 
 # The objective of a schedule is at least this share of the steps that it promises; where there is much to search, only
 # schedules that promise more than the larger share are looked at.
@@ -184,7 +185,7 @@ class SearchingAhead(Searching):
         if len(self.pools) > 1 or self._many:
             return
         for config in self.configs(m, self.full):
-            for width in widths if config.schedule != "interleaved-1f1b" else ():
+            for width in widths if config.schedule not in INTERLEAVED else ():
                 alone = replace(config, most_width=width, least_width=width)
                 self._search(alone, self._found, tolerance)
 
@@ -218,7 +219,7 @@ class SearchingAhead(Searching):
                     missing.append(limited)
         for counts in parts:
             for config in self.configs(m, counts):
-                if config.schedule == "interleaved-1f1b":
+                if config.schedule in INTERLEAVED:
                     self._search(config, found, self.effort.tolerance)
 
     def _parts(self, m: int) -> list[Used]:

@@ -13,6 +13,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable, HostTimes
 from autopar.plan.recompute import PARTLY, Recompute
 from autopar.planner.inter_op.atoms import Atoms
+from autopar.schedule.builders import SPLIT_BACKWARD
 from cost_models.collectives.overlap import CONTENTION, left_over, overlapped_pass
 from cost_models.kernels.launches import Seconds, overlapped_seconds, waits
 
@@ -142,7 +143,7 @@ class AtomTimes(NamedTuple):
     def under(self, schedule: str) -> AtomTimes:
         """The times of a schedule's actions. Python divides backwards that come in two parts; half of what that takes
         counts to each part."""
-        if schedule != "zb-h1":
+        if schedule not in SPLIT_BACKWARD:
             return self
 
         def divided(seconds: PassSeconds[np.ndarray]) -> PassSeconds[np.ndarray]:

@@ -208,7 +208,8 @@ class _Relaxed:
         problem, used = self._problem, np.flatnonzero(self._counts)
         if not problem.sum_counts:
             return np.zeros(problem.n_atoms)
-        undelayed = self._every - min(problem.most_delayed_parts, problem.n_microbatches) * problem.most_delayed
+        parts = min(problem.most_delayed_parts, problem.n_microbatches * problem.chunks)
+        undelayed = self._every - parts * problem.most_delayed
         work = undelayed[np.isin(self._pools, used)].min(axis=0)
         return np.asarray(work / problem.chunks - (problem.most_lacking if self._one_round else 0.0))
 

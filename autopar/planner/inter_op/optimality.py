@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from autopar.planner.inter_op.ahead import SearchingAhead
+from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.config import Config
 
@@ -27,7 +28,7 @@ def proof(searching: Searching, candidate: Candidate) -> ProvenBounds:
     bounds = [bound for c, bound in searching.bounds.items() if c.schedule == schedule]
     bound = min([objective, *bounds])
     if config.chunks > 1:
-        bound = min(bound, *(_balanced(searching, c) for c in searching.bounds if c.chunks > 1))
+        bound = min(bound, *(_of_balanced(searching, c) for c in searching.bounds if c.chunks > 1))
         space += ", chunks balanced one by one"
     if isinstance(searching, SearchingAhead):
         least = min(searching.least_steps.values())
@@ -73,14 +74,9 @@ def _meshes(searching: SearchingAhead) -> str:
     )
 
 
-def _balanced(searching: Searching, config: Config) -> float:
-    """Seconds of an interleaved plan whose ranks are equally loaded, with free transfers."""
-    problem = searching.problem_of(config)
-    used = [config.counts[pool] > 0 for pool in problem.pools]
-    work = float(problem.least_work[used].min(axis=0).sum())
-    ranks = sum(config.counts) // (config.least_width * config.copies)
-    lacking = config.chunks * float(problem.most_lacking.sum())
-    return max(0.0, work * (1 / config.chunks + (problem.n_microbatches - 1 / config.chunks) / ranks) - lacking)
+def _of_balanced(searching: Searching, config: Config) -> float:
+    """Seconds of an interleaved plan whose ranks are equally loaded, with free transfers, at least."""
+    return relaxed_bound(searching.problem_of(config), searching.counts_of(config))
 
 
 def _gap(objective: float, bound: float) -> str:

@@ -6,7 +6,7 @@ to split backwards, whose weight parts w_s (with their overhead, a third) are de
 w_s = 0 for other schedules):
 
     T = sum_s f_s + max_s p_s
-    f_s = t_s - d_s,   d_s = min(2 w_s, t_s)                       time of the first micro-batch
+    f_s = t_s - d_s,   d_s = min(2 w_s, backward)                  time of the first micro-batch
     p_s = (ceil(m / r_s) - 1) u_s + d_s - a_s + max(0, reduction(r_s, gradient bytes_s) + o_s - b_s)
     t_s = forward and backward of its atoms, forward twice if it recomputes, + overhead of its 2 actions
           + latency + bytes x seconds_per_byte of its lane, for each direction of its incoming values with bytes
@@ -21,8 +21,10 @@ w_s = 0 for other schedules):
           forwards come first, for a loss that the caller computes
 
 With equal stages that is (m + p - 1) t for GPipe and 1F1B, and m t + (p - 1)(F + I - W) for ZB-H1. With v stages on a
-device (interleaved 1F1B) every device counts as v of them, f_s = t_s / v and p_s = (m v - 1) t_s: (m v + p - 1) t with
-equal stages. That balances the stages one by one, which bounds the load of every device. On each device of each stage
+device (interleaved schedules) every device counts as v of them, f_s = (t_s - d_s) / v and p_s = (m v - 1) t_s + d_s:
+(m v + p - 1) t with equal stages. Split backwards delay three weight parts there, d_s = min(3 w_s, backward), as later
+ranks delay theirs twice as long as under ZB-H1 (`builders._interleaved`): m v t + (p - 1) F where parts are equal. That
+balances the stages one by one, which bounds the load of every device. On each device of each stage
 
     resident_s + transient_s + in_flight_s (saved_s + received_s) <= memory
 

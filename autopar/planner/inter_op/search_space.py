@@ -38,6 +38,7 @@ from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.inter_op.stage_seconds import KnownSeconds
 from autopar.planner.search_options import SearchOptions
+from autopar.schedule.builders import INTERLEAVED, SPLIT_BACKWARD
 from autopar.schedule.micro_batches import largest_size
 from autopar.sharding.mesh import divisors
 
@@ -109,14 +110,14 @@ class SearchSpace:
         # If the caller computes the loss, all forwards come first: then every schedule holds what gpipe holds, and only
         # the bubble of the backwards has room for work that is delayed.
         phased = costs.training and not self.options.loss_inside
-        behind = phased or config.sends_behind or schedule in ("gpipe", "interleaved-1f1b")
+        behind = phased or config.sends_behind or schedule in ("gpipe", *INTERLEAVED)
         most_replicas = min(self.most_replicas, config.most_replicas or self.most_replicas)
         return Problem(
             space=space,
             forward=np.maximum([t.kernels.forward for t in times], 0.0),
             backward=np.maximum([t.kernels.backward for t in times], 0.0),
-            weight=np.maximum([t.kernels.weight for t in times], 0.0) if schedule == "zb-h1" else None,
-            most_delayed_parts=1 if phased else 2,
+            weight=np.maximum([t.kernels.weight for t in times], 0.0) if schedule in SPLIT_BACKWARD else None,
+            most_delayed_parts=1 if phased else 3 if schedule in INTERLEAVED else 2,
             captured=captured_of(times),
             launches=launches_of(times),
             overlapping=overlapping_of(times, costs.overlap),
@@ -125,7 +126,7 @@ class SearchSpace:
             n_microbatches=m // copies,
             schedule="gpipe" if phased else schedule,
             kinds=tuple(kind.of_one_copy(copies, chunks) for kind in kinds),
-            max_replicas=1 if schedule == "interleaved-1f1b" else max(1, most_replicas // copies),
+            max_replicas=1 if schedule in INTERLEAVED else max(1, most_replicas // copies),
             overhead=costs.python.alone if sum(config.counts) == 1 else costs.python.busy,
             handling=0.0 if costs.ranks is None else costs.ranks.handling,
             plain=m == sum(config.counts) == 1,
@@ -194,7 +195,7 @@ class SearchSpace:
         """Under every schedule that `counts` devices can follow."""
         total = sum(counts)
         for name in self.schedules[:1] if total == 1 else self.schedules:
-            if name != "interleaved-1f1b" or total == 1:
+            if name not in INTERLEAVED or total == 1:
                 yield from self._configs_of(name, m, counts)
                 if self._hides_sends and name in ("1f1b", "zb-h1") and m > 1 and total > 1:
                     yield from (replace(one, sends_behind=True) for one in self._configs_of(name, m, counts))
@@ -229,7 +230,7 @@ class SearchSpace:
 
     def limited(self, config: Config) -> Iterator[Config]:
         """`config` with each limit that a user could set: fewer devices, smaller meshes, fewer replicas."""
-        if config.schedule == "interleaved-1f1b":
+        if config.schedule in INTERLEAVED:
             return
         for counts in self.device_counts():
             fewer = replace(config, counts=counts)
@@ -368,8 +369,8 @@ class SearchSpace:
             return ["gpipe", "interleaved-1f1b"]
         if not self.options.loss_inside:
             # All forwards come before the caller's loss: no schedule holds fewer micro-batches than gpipe.
-            return ["gpipe", "zb-h1", "interleaved-1f1b"]
-        return ["1f1b", "zb-h1", *(["gpipe"] if self.sends_looked_at else []), "interleaved-1f1b"]
+            return ["gpipe", "zb-h1", *INTERLEAVED]
+        return ["1f1b", "zb-h1", *(["gpipe"] if self.sends_looked_at else []), *INTERLEAVED]
 
     @property
     def sends_looked_at(self) -> bool:

@@ -18,7 +18,7 @@ from autopar.planner.inter_op.memory_formula import activation_bytes
 from autopar.planner.inter_op.needed_devices import NeededDevices, Needs
 from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.stage_tables import Mode, Needless, Stages, Terms, WantedStages
-from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
+from autopar.schedule.builders import INTERLEAVED, in_flight_limit, interleaved_in_flight_limit
 
 # Beyond this many devices, only numbers of replicas that change ceil(m / r) are candidates: 2 sqrt(m) of them.
 _ALL_REPLICAS = 8
@@ -135,7 +135,7 @@ class Costs:
         if problem.accumulation is not None and (split or not single):
             passes = np.maximum(passes - problem.chunks * seconds.lacking(mode.recompute), 0.0)
         after = seconds.reduced(replicas) + seconds.once
-        ends_with_others = split and self._delayed_parts(single) == 2
+        ends_with_others = split and self._delayed_parts(single) > 1
         if not problem.sum_counts or problem.chunks > 1 or ends_with_others:
             return passes + after
         meanwhile = seconds.meanwhile + np.where(self._pairs.start > 0, problem.overhead, 0.0)
@@ -215,8 +215,8 @@ class Costs:
         All replicas of a plan count as `most_groups` where a schedule's limit depends on their number.
         """
         p = self.problem
-        if p.schedule == "interleaved-1f1b":
-            whole = interleaved_in_flight_limit(p.n_microbatches, self.most_groups // p.chunks, p.chunks, 0)
+        if p.schedule in INTERLEAVED:
+            whole = interleaved_in_flight_limit(p.schedule, p.n_microbatches, self.most_groups // p.chunks, p.chunks, 0)
             return math.ceil(whole / p.chunks)
         return in_flight_limit(p.schedule, p.n_microbatches, replicas, replicas + after, self.most_groups)
 
@@ -272,7 +272,7 @@ class Costs:
             each_more = np.maximum(there + back, np.maximum(in_there, in_back))
         delayed = np.zeros_like(time)
         if problem.weight is not None:
-            delayed = np.minimum(self._delayed_parts(single) * (weight + overhead), time)
+            delayed = np.minimum(self._delayed_parts(single) * (weight + overhead), back)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
         if single and problem.weight is None and problem.accumulation is not None and problem.sum_counts:
             fill = fill - self._seconds[mode.kind].lacking(mode.recompute)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from rank_orders import Order, checked_by_torch, exchanged, in_exchanges
 from rank_pool import RankPool
 
+from autopar.schedule.builders import INTERLEAVED
+
 CASES = [
     (2, Order()),
     (2, Order(frozen=(0, 1), unused=(2,))),  # the first rank has no gradient to send
@@ -19,6 +21,7 @@ CASES = [
     (3, Order(plan="replicas", n_microbatches=1, frozen=(3,), tied=True)),
     (3, Order(n_blocks=6, skips=(3, 5), schedule="zb-h1", n_microbatches=4, call="backward")),
     (2, Order(n_blocks=8, plan="chunks", n_microbatches=4)),
+    (2, Order(n_blocks=8, plan="chunks", schedule="interleaved-zb", n_microbatches=4)),
     (2, Order(tied=True, plan="chunks", batches=(6,), call="backward")),  # a gradient is complete early on one rank
     (2, Order(plan="data", frozen=(1,), unused=(2,), batches=(8, 4))),
     (2, Order(plan="tensor")),
@@ -72,7 +75,7 @@ def orders(draw: st.DrawFn) -> tuple[int, Order]:
     n_blocks = draw(st.integers(2 * n, 7))
     blocks = st.integers(0, n_blocks - 1)
     trained = {draw(blocks)}  # and used: the loss has a gradient
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
+    schedule = draw(st.sampled_from(INTERLEAVED if plan == "chunks" else ["gpipe", "1f1b", "zb-h1"]))
     return n, Order(
         n_blocks,
         tuple(sorted(draw(st.sets(blocks, max_size=n_blocks - 1)) - trained)),

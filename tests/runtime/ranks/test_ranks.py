@@ -54,6 +54,7 @@ SLOW = [
     *[(2, Job("mlp", "chain", schedule)) for schedule in ("gpipe", "zb-h1")],
     *[(3, Job("gpt2", "chain", schedule)) for schedule in ("gpipe", "1f1b", "zb-h1")],
     (2, Job("mlp", "chunks 3")),
+    (2, Job("mlp", "chunks 2", "interleaved-zb")),
     (3, Job("mlp", "chunks 2", n_microbatches=6)),
     (2, Job("mlp with dropout", "chain")),
     (3, Job("mlp with dropout", "chain", "zb-h1", call="backward")),

@@ -21,7 +21,7 @@ from autopar.runtime.ranks.messages.packing import MOST_PACKED, Packing, SentTen
 from autopar.runtime.ranks.messages.tables import Message, messages
 from autopar.runtime.ranks.messages.wire import AHEAD, Routes, Wire
 from autopar.runtime.step.mailbox import Aborted, Address
-from autopar.schedule.builders import make_schedule
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, make_schedule
 from autopar.schedule.clock import Action, Phase
 
 SHAPE = SentTensor((4,), torch.float32)
@@ -139,7 +139,7 @@ class Pipeline:
 
 CASES = [
     *[(name, m, (1,) * p, 1) for name in ("gpipe", "1f1b", "zb-h1") for p in (2, 3, 4, 6) for m in (1, 2, 5, 12)],
-    *[("interleaved-1f1b", m, (1,) * p, v) for p in (2, 3, 4) for v in (2, 3) for m in (p, 2 * p, 4 * p)],
+    *[(name, m, (1,) * p, v) for name in INTERLEAVED for p in (2, 3, 4) for v in (2, 3) for m in (p, 2 * p, 4 * p)],
     *[
         (name, 7, replicas, 1)
         for name in ("gpipe", "1f1b", "zb-h1")
@@ -161,8 +161,8 @@ def test_no_schedule_deadlocks(
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> Pipeline:
-    name = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"]))
-    if name == "interleaved-1f1b":
+    name = draw(st.sampled_from(SCHEDULES))
+    if name in INTERLEAVED:
         replicas, chunks = (1,) * draw(st.integers(2, 3)), draw(st.integers(2, 3))
         n_microbatches = len(replicas) * draw(st.integers(1, 3))
     else:

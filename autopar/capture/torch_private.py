@@ -1,6 +1,6 @@
 """All uses of torch's private API, each in one function, with the reason why no public API does it.
 
-Those that ranks need are in `torch_private_ranks.py`.
+Those that ranks need are in `torch_private_ranks.py`, those of backwards in `torch_private_autograd.py`.
 
 `tests/capture/test_torch_private.py` covers each of them, so a torch upgrade that changes one fails a test.
 """
@@ -25,7 +25,6 @@ from torch import nn
 from torch._export.passes import _node_metadata_hook
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaConverter
-from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -170,32 +169,6 @@ def refresh_flat_weights(modules: Sequence[nn.Module]) -> None:
         if isinstance(module, nn.RNNBase):
             names = module._flat_weights_names
             module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
-
-
-def run_backward(
-    roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], keep_graph: bool
-) -> None:
-    """torch.autograd.backward without its checks of `gradients`, which cost as much as a small operator's backward, and
-    without carrying context variables over to autograd's own threads, which workers do not use.
-
-    `gradients`: of the same shapes as `roots`.
-    """
-    torch.autograd.Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
-    )
-
-
-def run_gradients(
-    roots: Sequence[torch.Tensor | GradientEdge],
-    inputs: Sequence[torch.Tensor | GradientEdge],
-    gradients: Sequence[torch.Tensor],
-    keep_graph: bool,
-) -> tuple[torch.Tensor | None, ...]:
-    """torch.autograd.grad(allow_unused=True), without what `run_backward` leaves out, too."""
-    found: tuple[torch.Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-    )
-    return found
 
 
 def functional_binding(name: str) -> Callable[..., Any] | None:

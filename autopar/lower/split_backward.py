@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from autopar.capture import torch_private
+from autopar.capture import torch_private_autograd
 
 # Nodes that compute the gradients of inputs and of weights separately: two products, or two passes over the data.
 _SEPARABLE = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "NativeLayerNorm")
@@ -47,32 +47,51 @@ class WeightPart:
         gradients = [gradient for _, gradient in self.roots]
         known = list(self.ready)
         for junction in self.junctions:
-            known += junction.gradients(retain_graph)
+            known += junction.run(retain_graph)
         edges += [edge for edge, _ in known]
         gradients += [gradient for _, gradient in known]
         if edges:
-            torch_private.run_backward(edges, gradients, retain_graph)
+            torch_private_autograd.run_backward(edges, gradients, retain_graph)
 
 
 @dataclass
 class _Junction:
-    """A node on the path with edges that leave it."""
+    """A node on the path with edges that leave it, by their number among the node's edges."""
 
     node: Node
-    off_path: list[GradientEdge]
+    own: dict[int, GradientEdge] = field(default_factory=dict)  # to leaves that no other edge off the path leads to
+    shared: dict[int, GradientEdge] = field(default_factory=dict)  # to leaves that others lead to, too
+    own_leaves: list[GradientEdge] = field(default_factory=list)
     # After (1), one entry: for each output of the node, the gradient that flows into it.
     arrived: list[tuple[torch.Tensor | None, ...]] = field(default_factory=list)
 
-    def gradients(self, retain_graph: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """The gradients that flow along the edges off the path."""
+    def run(self, retain_graph: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """Accumulate the gradients of its own leaves while they are in the processor's caches, and return those that
+        flow along the shared edges: autograd sums them up before it accumulates."""
         if not self.arrived:
             return []
+        flowing = torch_private_autograd.weight_gradients(self.node, self.arrived[0], [*self.own, *self.shared])
+        if flowing is None:
+            return self._by_autograd(retain_graph)
+        if self.own:
+            torch_private_autograd.run_backward(
+                list(self.own.values()), [flowing[number] for number in self.own], retain_graph
+            )
+        return [(edge, flowing[number]) for number, edge in self.shared.items()]
+
+    def _by_autograd(self, retain_graph: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
         known = [(GradientEdge(self.node, i), g) for i, g in enumerate(self.arrived[0]) if g is not None]
         if not known:
             return []
         edges, gradients = zip(*known, strict=True)
-        flowing = torch_private.run_gradients(edges, self.off_path, gradients, retain_graph)
-        return [(edge, gradient) for edge, gradient in zip(self.off_path, flowing, strict=True) if gradient is not None]
+        found: Sequence[torch.Tensor | None] = ()
+        shared = list(self.shared.values())
+        if shared:
+            keep = retain_graph or bool(self.own)
+            found = torch_private_autograd.run_gradients(edges, shared, gradients, keep)
+        if self.own:
+            torch_private_autograd.run_backward(edges, gradients, retain_graph, self.own_leaves)
+        return [(edge, gradient) for edge, gradient in zip(shared, found, strict=True) if gradient is not None]
 
 
 def input_part(
@@ -80,22 +99,22 @@ def input_part(
 ) -> tuple[list[torch.Tensor | None], WeightPart]:
     """(1) The gradients of `inputs` (leaves that require one), and the rest of the backward for all other leaves.
 
-    The graph is kept, and the weight part frees it. The weight part runs autograd once per junction, and each run
-    visits the whole graph behind it: O(junctions x nodes), 0.1 ms for a junction in front of 500 nodes. Raises
-    RuntimeError for a root that requires no gradient.
+    The graph is kept, and the weight part frees it. The weight part computes the gradients of products and layer norms
+    itself. At other junctions it runs autograd, and each run visits the whole graph behind it: O(junctions x nodes),
+    1 ms for a junction in front of 500 nodes. Raises RuntimeError for a root that requires no gradient.
     """
     if not inputs or not roots:
         return [None] * len(inputs), WeightPart(list(roots), [], [])
     graph = _Graph([get_gradient_edge(tensor).node for tensor, _ in roots], inputs)
     on_path = [root for root in roots if graph.on_path(get_gradient_edge(root[0]).node)]
     rest = [root for root in roots if not graph.on_path(get_gradient_edge(root[0]).node)]
-    later, leaves = graph.deferred()
+    later, leaves = graph.deferred([get_gradient_edge(tensor).node for tensor, _ in rest])
     now = [GradientEdge(leaf, 0) for leaf in leaves]
     handles = [j.node.register_prehook(_remember(j.arrived)) for j in later]
     try:
         wanted: list[Any] = [*inputs, *now]
         computed = (
-            torch_private.run_gradients([t for t, _ in on_path], wanted, [g for _, g in on_path], True)
+            torch_private_autograd.run_gradients([t for t, _ in on_path], wanted, [g for _, g in on_path], True)
             if on_path
             else [None] * len(wanted)
         )
@@ -119,23 +138,25 @@ class _Graph:
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[torch.Tensor]) -> None:
         self._ends = {get_gradient_edge(tensor).node for tensor in inputs}
+        self._edges: dict[Node, tuple[tuple[Any, int], ...]] = {}  # of every node to what it depends on
         self._reaches: dict[Node, tuple[bool, bool]] = {}  # reaches an input, reaches another leaf
         self.path: list[Node] = []  # inner nodes that reach an input, children first
         for root in roots:
             self._visit(root)
-        children = [{child for child, _ in node.next_functions} for node in self.path]
+        children = [{child for child, _ in self._edges[node]} for node in self.path]
         self._parents = Counter(child for some in children for child in some)  # how many nodes of the path lead to it
 
     def on_path(self, node: Node) -> bool:
         return self._reaches[node][0]
 
-    def deferred(self) -> tuple[list[_Junction], list[Node]]:
-        """The junctions where the weight part starts, and the leaves whose gradients the input part computes."""
-        edges = [(node, edge) for node in self.path for edge in self._leaving(node)]
-        leaves_of = [self._leaves(edge.node) for _, edge in edges]
+    def deferred(self, apart: Sequence[Node] = ()) -> tuple[list[_Junction], list[Node]]:
+        """The junctions where the weight part starts, and the leaves whose gradients the input part computes. `apart`:
+        roots off the path, whose backward is part of the weight part, too."""
+        edges = [(node, number, edge) for node in self.path for number, edge in self._leaving(node)]
+        leaves_of = [self._leaves(edge.node) for _, _, edge in edges]
         early: dict[Node, None] = {}  # leaves of the input part; a dict keeps their order
         waiting = [True] * len(edges)
-        for index, (node, edge) in enumerate(edges):
+        for index, (node, _, edge) in enumerate(edges):
             separable = node.name().removesuffix("0").removesuffix("Backward") in _SEPARABLE
             waiting[index] = separable and self._parents[edge.node] == 1
         # An edge with an early leaf is not deferred, and then all its leaves are early. Repeat until nothing changes.
@@ -148,10 +169,17 @@ class _Graph:
                 if waiting[index] or any(leaf not in early for leaf in leaves):
                     waiting[index], settled = False, False
                     early.update(leaves)
+        later = [(*edge, leaves) for edge, leaves, waits in zip(edges, leaves_of, waiting, strict=True) if waits]
+        readers = Counter(leaf for *_, leaves in later for leaf in leaves)
+        readers.update(leaf for root in apart for leaf in self._leaves(root))
         junctions: dict[Node, _Junction] = {}
-        for (node, edge), waits in zip(edges, waiting, strict=True):
-            if waits:
-                junctions.setdefault(node, _Junction(node, [])).off_path.append(edge)
+        for node, number, edge, leaves in later:
+            junction = junctions.setdefault(node, _Junction(node))
+            if any(readers[leaf] > 1 for leaf in leaves):
+                junction.shared[number] = edge
+            else:
+                junction.own[number] = edge
+                junction.own_leaves += [GradientEdge(leaf, 0) for leaf in leaves]
         return list(junctions.values()), list(early)
 
     def _leaves(self, node: Node) -> dict[Node, None]:
@@ -163,39 +191,45 @@ class _Graph:
             if node in seen:
                 continue
             seen.add(node)
-            children = [child for child, _ in node.next_functions if child is not None]
+            children = [child for child, _ in self._edges[node]]
             stack += children
             if not children:
                 leaves[node] = None
         return leaves
 
-    def _leaving(self, node: Node) -> list[GradientEdge]:
-        """The edges of a node on the path that lead to leaves, none of them an input."""
-        edges = []
-        for child, index in node.next_functions:
+    def _leaving(self, node: Node) -> list[tuple[int, GradientEdge]]:
+        """The edges of a node on the path that lead to leaves, none of them an input, with their numbers.
+
+        Edges that lead to the same place count as one, which autograd alone knows how to run.
+        """
+        found = {}
+        for number, (child, index) in enumerate(node.next_functions):
             if child is not None and self._reaches[child] == (False, True):
-                edge = GradientEdge(child, index)
-                if edge not in edges:
-                    edges.append(edge)
-        return edges
+                known = (child, index) in found
+                found[child, index] = -1 - number if known else number
+        return [(number, GradientEdge(*end)) for end, number in found.items()]
 
     def _visit(self, root: Node) -> None:
         """Visit children before parents. Without recursion, because graphs are deeper than Python's stack."""
-        stack = [(root, False)]
+        known, stack = self._edges, [root]
         while stack:
-            node, children_done = stack.pop()
+            node = stack[-1]
             if node in self._reaches:
+                stack.pop()
                 continue
-            children = [child for child, _ in node.next_functions if child is not None]
-            if not children_done:
-                stack.append((node, True))
-                stack += [(child, False) for child in reversed(children) if child not in self._reaches]
-                continue
+            edges = known.get(node)
+            if edges is None:
+                known[node] = edges = tuple(edge for edge in node.next_functions if edge[0] is not None)
+                waits = [child for child, _ in reversed(edges) if child not in self._reaches]
+                if waits and node not in self._ends:
+                    stack += waits
+                    continue
+            stack.pop()
             if node in self._ends:
                 self._reaches[node] = (True, False)
                 continue
-            to_input = any(self._reaches[child][0] for child in children)
-            to_leaf = not children or any(self._reaches[child][1] for child in children)
+            to_input = any(self._reaches[child][0] for child, _ in edges)
+            to_leaf = not edges or any(self._reaches[child][1] for child, _ in edges)
             self._reaches[node] = (to_input, to_leaf)
             if to_input:
                 self.path.append(node)

@@ -263,42 +263,6 @@ def test_operators_that_exports_passes_add_belong_to_no_module_of_that_name() ->
     assert torch_private.NO_MODULE not in paths
 
 
-def test_a_backward_by_the_engine_is_torchs_backward() -> None:
-    x = torch.randn(3, requires_grad=True)
-    for keep in (True, False):
-        y, z = x.square(), 3 * x
-        roots, gradients = [y, z], [torch.randn(3), torch.randn(3)]
-        torch.autograd.backward(roots, gradients, retain_graph=True)
-        wanted, x.grad = x.grad, None
-        torch_private.run_backward(roots, gradients, keep)
-        found, x.grad = x.grad, None
-        assert wanted is not None
-        assert found is not None
-        assert torch.equal(found, wanted)
-        if not keep:
-            with pytest.raises(RuntimeError, match="second time"):
-                torch_private.run_backward(roots, gradients, keep)
-
-
-def test_gradients_of_some_tensors_are_those_of_torch() -> None:
-    x, unused = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    y, gradient = x.sin(), torch.randn(3)
-    wanted = torch.autograd.grad([y], [x, unused], [gradient], retain_graph=True, allow_unused=True)
-    for keep in (True, False):
-        found = torch_private.run_gradients([y], [x, unused], [gradient], keep)
-        assert found[0] is not None
-        assert torch.equal(found[0], wanted[0])
-        assert found[1] is wanted[1] is None
-    with pytest.raises(RuntimeError, match="second time"):
-        torch_private.run_gradients([y], [x], [gradient], False)
-    assert x.grad is None
-
-
-def test_a_backward_of_what_needs_no_gradient_is_refused_as_torch_does() -> None:
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        torch_private.run_backward([torch.ones(1)], [torch.ones(1)], False)
-
-
 def test_a_profiler_is_seen_from_every_thread() -> None:
     seen = []
     assert not torch_private.profiler_is_on()

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from autopar.analysis.example import Example
-from autopar.capture import torch_private
+from autopar.capture import torch_private_autograd
 from autopar.capture.thread_state import neutral_state
 from autopar.costs.measured import measurement_cache
 from autopar.costs.python_overhead import PythonOverhead
@@ -201,7 +201,7 @@ def _splitting() -> float:
     gradient = x.detach()
 
     def whole(output: torch.Tensor) -> None:
-        torch_private.run_backward((output,), (gradient,), False)
+        torch_private_autograd.run_backward((output,), (gradient,), False)
 
     def in_parts(output: torch.Tensor) -> None:
         _, weights = input_part([(output, gradient)], [x])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.analysis.example import LossFunction
-from autopar.capture import module_hooks, torch_private
+from autopar.capture import module_hooks, torch_private, torch_private_autograd
 from autopar.lower.deferred_batch_norm import collecting
 from autopar.lower.random_operators import generators_held, mix_seed, seeded
 from autopar.lower.split_backward import GradientRoot, input_part
@@ -170,7 +170,7 @@ class Passes:
             tensors, of_tensors = zip(*roots, strict=True)
             redraws = replica.stage.uncaptured and replica.stage.random  # in checkpoints of its own
             with generators_held(replica.device) if redraws else nullcontext():
-                torch_private.run_backward(tensors, of_tensors, self._keep_graph)
+                torch_private_autograd.run_backward(tensors, of_tensors, self._keep_graph)
             del tensors, of_tensors
         gradients = [_take_gradient(leaf) for leaf in (*kept.model_inputs, *kept.received)]
         del roots, kept  # sending needs neither; free them before, as the receiver allocates at once

@@ -41,6 +41,11 @@ def run_gradients(
     return found
 
 
+def is_function(node: Node) -> bool:
+    """Whether a node is the backward of a torch.autograd.Function written in Python. The class has no public name."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def weight_gradients(
     node: Node, gradients: Sequence[torch.Tensor | None], wanted: Collection[int]
 ) -> dict[int, torch.Tensor] | None:

@@ -62,7 +62,6 @@ class OverlappedTimes:
     gradients: np.ndarray  # [nodes] s once a step, behind the last backward
     parameters: np.ndarray  # [nodes] s once a step, behind the first forward
     bucket: float  # s of a bucket of either
-    weight: np.ndarray  # [nodes] s of the backward's `network` for gradients of parameters
 
 
 class GatheringTimes(NamedTuple):

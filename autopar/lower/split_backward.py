@@ -8,10 +8,12 @@ The input part (1) runs only the path: autograd skips the products that only off
 the path (a junction), it stores the gradients that flow into that node. The weight part (2) starts from the junctions
 and follows only the edges off the path, so that nothing is computed twice.
 
-Three kinds of leaves get their gradients in the input part already, and the weight part only accumulates them:
+Four kinds of leaves get their gradients in the input part already, and the weight part only accumulates them:
  - Leaves behind a node that computes all its gradients in one kernel (batch norm, LSTM). Two runs would cost twice.
  - Leaves that several nodes of the path use directly (a bias used at every time step). Started from one of these nodes,
    autograd would also follow the path to the others.
+ - Leaves behind an autograd Function, which may exchange gradients with other devices. Ranks whose graphs differ in
+   other things so have all exchanges in the input part, where autograd runs them against the order of the forward.
  - Leaves behind the same off-path edge as one of those: the input part computes all that flows through that edge.
 """
 
@@ -106,16 +108,18 @@ def input_part(
     if not inputs or not roots:
         return [None] * len(inputs), WeightPart(list(roots), [], [])
     graph = _Graph([get_gradient_edge(tensor).node for tensor, _ in roots], inputs)
-    on_path = [root for root in roots if graph.on_path(get_gradient_edge(root[0]).node)]
-    rest = [root for root in roots if not graph.on_path(get_gradient_edge(root[0]).node)]
-    later, leaves = graph.deferred([get_gradient_edge(tensor).node for tensor, _ in rest])
+    early, rest = list[GradientRoot](), list[GradientRoot]()
+    for root in roots:
+        (early if graph.is_early(get_gradient_edge(root[0]).node) else rest).append(root)
+    early_nodes, rest_nodes = ([get_gradient_edge(tensor).node for tensor, _ in some] for some in (early, rest))
+    later, leaves = graph.deferred(early_nodes, rest_nodes)
     now = [GradientEdge(leaf, 0) for leaf in leaves]
     handles = [j.node.register_prehook(_remember(j.arrived)) for j in later]
     try:
         wanted: list[Any] = [*inputs, *now]
         computed = (
-            torch_private_autograd.run_gradients([t for t, _ in on_path], wanted, [g for _, g in on_path], True)
-            if on_path
+            torch_private_autograd.run_gradients([t for t, _ in early], wanted, [g for _, g in early], True)
+            if early
             else [None] * len(wanted)
         )
     finally:
@@ -146,19 +150,23 @@ class _Graph:
         children = [{child for child, _ in self._edges[node]} for node in self.path]
         self._parents = Counter(child for some in children for child in some)  # how many nodes of the path lead to it
 
-    def on_path(self, node: Node) -> bool:
-        return self._reaches[node][0]
+    def is_early(self, root: Node) -> bool:
+        """Whether the backward of a root is part of the input part: it is on the path, or may exchange gradients."""
+        return self._reaches[root][0] or self._behind(root)[1]
 
-    def deferred(self, apart: Sequence[Node] = ()) -> tuple[list[_Junction], list[Node]]:
-        """The junctions where the weight part starts, and the leaves whose gradients the input part computes. `apart`:
-        roots off the path, whose backward is part of the weight part, too."""
+    def deferred(self, early_roots: Sequence[Node], rest: Sequence[Node]) -> tuple[list[_Junction], list[Node]]:
+        """The junctions where the weight part starts, and the leaves whose gradients the input part computes. `rest`:
+        roots whose backward is part of the weight part."""
         edges = [(node, number, edge) for node in self.path for number, edge in self._leaving(node)]
-        leaves_of = [self._leaves(edge.node) for _, _, edge in edges]
+        behind = [self._behind(edge.node) for _, _, edge in edges]
+        leaves_of = [leaves for leaves, _ in behind]
         early: dict[Node, None] = {}  # leaves of the input part; a dict keeps their order
+        for root in early_roots:
+            early.update({} if self._reaches[root][0] else self._behind(root)[0])
         waiting = [True] * len(edges)
-        for index, (node, _, edge) in enumerate(edges):
+        for index, ((node, _, edge), (_, may_exchange)) in enumerate(zip(edges, behind, strict=True)):
             separable = node.name().removesuffix("0").removesuffix("Backward") in _SEPARABLE
-            waiting[index] = separable and self._parents[edge.node] == 1
+            waiting[index] = separable and self._parents[edge.node] == 1 and not may_exchange
         # An edge with an early leaf is not deferred, and then all its leaves are early. Repeat until nothing changes.
         settled = False
         while not settled:
@@ -171,7 +179,7 @@ class _Graph:
                     early.update(leaves)
         later = [(*edge, leaves) for edge, leaves, waits in zip(edges, leaves_of, waiting, strict=True) if waits]
         readers = Counter(leaf for *_, leaves in later for leaf in leaves)
-        readers.update(leaf for root in apart for leaf in self._leaves(root))
+        readers.update(leaf for root in rest for leaf in self._behind(root)[0])
         junctions: dict[Node, _Junction] = {}
         for node, number, edge, leaves in later:
             junction = junctions.setdefault(node, _Junction(node))
@@ -182,9 +190,10 @@ class _Graph:
                 junction.own_leaves += [GradientEdge(leaf, 0) for leaf in leaves]
         return list(junctions.values()), list(early)
 
-    def _leaves(self, node: Node) -> dict[Node, None]:
-        """The leaves that a node off the path reaches."""
+    def _behind(self, node: Node) -> tuple[dict[Node, None], bool]:
+        """The leaves that a node off the path reaches, and whether it reaches them through an autograd Function."""
         leaves: dict[Node, None] = {}
+        through_function = False
         seen, stack = set(), [node]
         while stack:
             node = stack.pop()
@@ -193,9 +202,10 @@ class _Graph:
             seen.add(node)
             children = [child for child, _ in self._edges[node]]
             stack += children
+            through_function |= torch_private_autograd.is_function(node)
             if not children:
                 leaves[node] = None
-        return leaves
+        return leaves, through_function
 
     def _leaving(self, node: Node) -> list[tuple[int, GradientEdge]]:
         """The edges of a node on the path that lead to leaves, none of them an input, with their numbers.

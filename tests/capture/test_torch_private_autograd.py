@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from autopar.capture.torch_private_autograd import weight_gradients
 def test_this_file_tests_every_function_of_the_module() -> None:
     here = inspect.getsource(sys.modules[__name__])
     own = [n for n, f in vars(torch_private_autograd).items() if inspect.isfunction(f) and not n.startswith("_")]
-    assert len(own) == 3
+    assert len(own) == 4
     assert [name for name in own if f"{name}(" not in here] == []
 
 
@@ -57,6 +58,22 @@ def test_gradients_of_some_tensors_are_those_of_torch() -> None:
 def test_a_backward_of_what_needs_no_gradient_is_refused_as_torch_does() -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch_private_autograd.run_backward([torch.ones(1)], [torch.ones(1)], False)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * gradients[0]
+
+
+def test_the_backward_of_an_autograd_function_is_told_from_those_of_operators() -> None:
+    x = torch.randn(3, requires_grad=True)
+    nodes = [get_gradient_edge(y).node for y in (Twice.apply(x), x.sin(), x.square().sum())]
+    assert [torch_private_autograd.is_function(node) for node in nodes] == [True, False, False]
 
 
 def leaf(*shape: int) -> nn.Parameter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -323,6 +323,42 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
         return func(*args, **(kwargs or {}))
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward says when it runs."""
+
+    runs: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        Doubled.runs.append("backward")
+        return 2 * gradients[0]
+
+
+def test_autograd_functions_run_in_the_input_part_for_they_may_exchange_gradients_with_other_devices() -> None:
+    torch.manual_seed(0)
+    first, second, apart = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def outputs() -> list[torch.Tensor]:
+        return [torch.tanh(x @ Doubled.apply(first)) @ second, (second + Doubled.apply(apart)).square()]
+
+    seeds = [torch.randn(3, 4), torch.randn(4, 4)]
+    wanted = torch.autograd.grad(outputs(), [x, first, second, apart], seeds)
+    Doubled.runs.clear()
+    found, weights = input_part(list(zip(outputs(), seeds, strict=True)), [x])
+    assert len(Doubled.runs) == 2
+    assert all(leaf.grad is None for leaf in (first, second, apart))
+    weights.run(retain_graph=False)
+    assert len(Doubled.runs) == 2
+    for gradient, expected in zip([*found, first.grad, second.grad, apart.grad], wanted, strict=True):
+        assert gradient is not None
+        assert torch.equal(gradient, expected)
 
 
 def test_no_product_is_computed_in_both_parts() -> None:

@@ -76,8 +76,8 @@ def plan_of(order: Order, model: nn.Module) -> Plan:
     if order.plan == "replicas":
         devices = [names[:1], names[1:]] if n > 2 else [names]
         return Plan.from_split(split(len(devices)), devices=devices, **made)
-    if order.plan in ("data", "tensor", "zero"):
-        degrees = {"data": n} if order.plan != "tensor" else {"tensor": n}
+    if order.plan in ("data", "tensor", "zero", "mixed"):
+        degrees = {"tensor": {"tensor": n}, "mixed": {"tensor": n // 2, "pipeline": 2}}.get(order.plan, {"data": n})
         more = {"zero": {"zero": 3}, "tensor": {"zero": 0}}.get(order.plan, {})
         x = torch.randn(12, WIDTH, dtype=torch.float64)  # which two, three and four ranks divide evenly
         by_hand: dict[str, Any] = {"example_args": (x,), "schedule": order.schedule, **degrees, **more}

@@ -238,7 +238,7 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     overlapped = None
     if table.overlapped is not None:
         own = table.overlapped
-        networks = sums(*own.network, weight=own.weight)
+        networks = sums(*own.network, weight=nothing)  # see `lower.split_backward`
         gradients, parameters = (atoms.sums(table.nodes, times) for times in (own.gradients, own.parameters))
         hidden = own.hidden[0] - (0.0 if table.gathering is None else table.gathering.hidden)
         hidden_again = {mode: atoms.sums(table.nodes, hidden * inside) for mode, inside in run_again.items()}
@@ -257,9 +257,11 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
         for mode, inside in run_again.items()
     }
     kernels = sums(forward, backward, loss, table.weight)
-    # Stages on meshes never divide backwards, and where launches have prices, these are of other systems, too.
-    splits = host is None and name not in costs.configuration
-    splitting = atoms.sums(table.nodes, np.where(backward > 0, costs.python.splitting, 0.0)) if splits else 0.0
+    # Where launches have prices, these are of other systems, too. In one process a thread does all shards of a mesh.
+    splits = host is None and (table.weight is None or table.weight.any())
+    shards = costs.configuration[name].width if name in costs.configuration and costs.ranks is None else 1
+    each = costs.python.splitting * shards
+    splitting = atoms.sums(table.nodes, np.where(backward > 0, each, 0.0)) if splits else 0.0
     times = AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), again, overlapped, splitting)
     if table.accumulation is not None:
         times = times._replace(accumulation=atoms.sums(table.nodes, table.accumulation))

@@ -81,7 +81,10 @@ def mesh_configuration(
         backward -= gained[1] * [0.0 if work is None else work.backward for work in works]
     _, _, loss = table.at(rows)
     of_weights = np.array([program.costs.operators[n].weight_share for n in table.nodes])
-    weight = of_weights * (backward - columns["added_backward"]) + columns["added_weight"]
+    weight = of_weights * (backward - columns["added_backward"])
+    # What exchanges gradients of parameters runs in the input part of a split backward (`lower.split_backward`), and a
+    # stage that gathers activations again has a whole one.
+    weight = np.where((columns["exchanged"] > 0) | (solution.keeping is not None), 0.0, weight)
     return MeshConfiguration(
         name,
         kind,
@@ -176,9 +179,8 @@ class _NodeSeconds(NamedTuple):
     network_backward: _ByNode
     hidden_forward: _ByNode  # those behind kernels
     hidden_backward: _ByNode
-    network_weight: _ByNode  # of `network_backward`, those of parameters' gradients
     added_backward: _ByNode  # all of `backward`, with what they slow down
-    added_weight: _ByNode  # of those, of parameters' gradients
+    exchanged: _ByNode  # of those, of parameters' gradients
     gradients: _ByNode  # per step, behind kernels
     parameters: _ByNode
     regathered: _ByNode  # of `backward`, of activations that are gathered again
@@ -293,9 +295,8 @@ def _with_collectives(
         _add(seconds.network_backward if back else seconds.network_forward, collective, reader, taken, folded)
         if back:
             _add(seconds.added_backward, collective, reader, exposed, folded)
-        if back and (collective.moves == "gradient" or collective.regathered_for):
-            _add(seconds.added_weight, collective, reader, exposed, folded)
-            _add(seconds.network_weight, collective, reader, taken, folded)
+        if back and collective.moves == "gradient":
+            _add(seconds.exchanged, collective, reader, taken, folded)
         if is_behind:
             _add(seconds.hidden_backward if back else seconds.hidden_forward, collective, reader, hidden, folded)
     return seconds
@@ -326,5 +327,4 @@ def _overlapped(found: Sharding, overlap: Overlap, columns: Mapping[str, np.ndar
         columns["gradients"],
         columns["parameters"],
         seconds * BUCKET / nbytes if nbytes else 0.0,
-        columns["network_weight"],
     )

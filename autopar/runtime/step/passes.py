@@ -200,14 +200,17 @@ class Passes:
         weights.run(self._keep_graph)
 
     def _has_whole_backward(self, replica: StageReplica, kept: KeptForward) -> bool:
-        """Whether the input action of a split backward does all of it. A compiled backward is one kernel call, and one
-        over several devices exchanges gradients of inputs and of parameters as it goes; that of uncaptured code may do
-        anything, such as run its forward again (reentrant checkpoints refuse partial backwards). Layers that run again
-        would do so once for every part of their backward. Where no input needs a gradient, the other action does it."""
-        if bool(self._executable.compiled) or replica.stage.shards > 1 or replica.stage.uncaptured:
+        """Whether the input action of a split backward does all of it. A compiled backward is one kernel call; that of
+        uncaptured code may do anything, such as run its forward again (reentrant checkpoints refuse partial backwards).
+        Layers that run again would do so once for every part of their backward, and so would gathers of kept shards.
+        Where no input needs a gradient, the other action does it, unless other ranks of a mesh have inputs that do:
+        all of them exchange gradients in the same action."""
+        stage = replica.stage
+        if bool(self._executable.compiled) or stage.uncaptured or stage.regathers:
             return True
         leaves = (*kept.model_inputs, *kept.received)
-        return replica.stage.layerwise and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+        needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+        return (stage.layerwise and needed) or (stage.shards > 1 and not needed)
 
     def _take_kept(self, replica: StageReplica, microbatch: int) -> KeptForward:
         key = (replica.stage.index, microbatch)

@@ -26,6 +26,7 @@ CASES = [
     (2, Order(plan="data", frozen=(1,), unused=(2,), batches=(8, 4))),
     (2, Order(plan="tensor")),
     (4, Order(plan="zero", batches=(8, 4))),
+    (4, Order(plan="mixed", schedule="zb-h1", frozen=(1,), unused=(2,), batches=(8, 4))),
 ]
 
 

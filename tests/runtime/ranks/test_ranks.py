@@ -72,6 +72,9 @@ SLOW = [
     (2, Job("gpt2", "hand tensor=2", call="backward")),
     (2, Job("mlp", "hand data=2")),
     (4, Job("gpt2", "hand tensor=2 pipeline=2")),
+    (4, Job("gpt2", "hand tensor=2 pipeline=2", "zb-h1")),
+    (4, Job("gpt2", "hand pipeline=2 data=2 zero=2", "zb-h1", call="backward")),
+    (4, Job("gpt2", "shards 2 2", "zb-h1")),
     (4, Job("gpt2", "hand tensor=2 data=2")),
     (4, Job("gpt2", "hand tensor=2 data=2 zero=3")),
     *[(2, Job("gpt2", f"hand data=2 zero={zero}")) for zero in (1, 2, 3)],
@@ -115,7 +118,7 @@ FAMILIES = [  # each on a pipeline, on tensor shards, on replicas that store par
     (2, Job("t5", "replicas 2", exact=True)),
     (4, Job("t5", "hand pipeline=2 data=2 zero=3")),
     (3, Job("bert", "chain", steps=20)),
-    (2, Job("bert", "hand tensor=2", exact=True)),
+    (2, Job("bert", "hand tensor=2")),  # half of a product may round otherwise than the whole, as BLAS cuts it
     (2, Job("bert", "hand data=2 zero=2", exact=True)),
     (2, Job("bert", "replicas 2", exact=True)),
     (4, Job("bert", "hand tensor=2 pipeline=2")),

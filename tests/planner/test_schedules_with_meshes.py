@@ -17,6 +17,7 @@ import autopar
 from autopar import Cluster, Plan
 from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
+from autopar.lower.split_backward import WeightPart
 from autopar.planner.inter_op.ahead import SearchingAhead
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.config import Config, Used
@@ -31,6 +32,15 @@ INTERLEAVED, ZERO_BUBBLE = "interleaved-1f1b", "zb-h1"
 def mlp(width: int = 16, layers: int = 12) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())))
+
+
+class Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -159,3 +169,33 @@ def test_a_split_backward_delays_collectives_of_gradients_of_parameters_alone(
     later, earlier = slow_weight - weight, (slow_backward - slow_weight) - (backward - weight)
     assert later == pytest.approx(slow_backward - backward if waits else 0.0, abs=1e-9)
     assert earlier == pytest.approx(0.0 if waits else slow_backward - backward, abs=1e-9)
+
+
+@pytest.mark.parametrize(("degrees", "divided"), [({}, True), ({"sequence_parallel": True}, False)], ids=str)
+def test_stages_on_meshes_divide_their_backwards_unless_they_gather_again(
+    monkeypatch: pytest.MonkeyPatch, degrees: dict[str, Any], divided: bool
+) -> None:
+    """As they are priced: nothing is delayed where stages gather activations again."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(Feedforward(), Feedforward()), torch.randn(4, 8, 16), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    call: dict[str, Any] = {"example_args": (x,), "target": y, "loss_fn": squares}
+    how: dict[str, Any] = {"pipeline": 2, "tensor": 2, "micro_batch": 1, "schedule": ZERO_BUBBLE, **degrees}
+    plan = Plan.by_hand(model, Cluster.preset("4xH100"), **how, **call)
+    assert plan.stages[1].weight_time is not None
+    assert (plan.stages[1].weight_time > 0.0) == divided
+
+    junctions = []
+    run = WeightPart.run
+
+    def counted(self: WeightPart, retain_graph: bool) -> None:
+        junctions.append(len(self.junctions))
+        run(self, retain_graph)
+
+    monkeypatch.setattr(WeightPart, "run", counted)
+    pm = autopar.parallelize(model, ["cpu"] * 4, plan=Plan.by_hand(model, ["cpu"] * 4, **how, **call))
+    pm.train_step(x, target=y, loss_fn=squares)
+    squares(plain(x), y).backward()
+    assert_same_gradients(gradients(model), gradients(plain))
+    assert any(junctions) == divided
+    pm.close()

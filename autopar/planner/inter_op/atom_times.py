@@ -216,7 +216,9 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     `name`: a device kind, or a stage configuration. `workers`: devices that are busy at the same time.
     """
     table = costs.table(name, workers)
-    nothing = np.zeros(len(table.nodes))
+    nothing, shares = np.zeros(len(table.nodes)), atoms.weight_shares(costs, table.nodes)
+    if table.weight is not None:  # what is not divided is not launched apart, either
+        shares = shares * (table.weight > 0)
 
     def sums(
         forward: np.ndarray,
@@ -225,7 +227,7 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
         weight: np.ndarray | None = None,
     ) -> PassSeconds[np.ndarray]:
         if weight is None:
-            weight = backward * atoms.weight_shares(costs, table.nodes)
+            weight = backward * shares
         f, b, w = (atoms.sums(table.nodes, times) for times in (forward, backward, weight))
         f[-1] += loss[0]
         b[-1] += loss[1]

@@ -48,8 +48,9 @@ class WeightPart:
         edges: list[Any] = [tensor for tensor, _ in self.roots]
         gradients = [gradient for _, gradient in self.roots]
         known = list(self.ready)
-        for junction in self.junctions:
-            known += junction.run(retain_graph)
+        with torch.no_grad():  # products of what autograd has saved are no part of another graph
+            for junction in self.junctions:
+                known += junction.run(retain_graph)
         edges += [edge for edge, _ in known]
         gradients += [gradient for _, gradient in known]
         if edges:

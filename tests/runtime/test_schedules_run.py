@@ -319,9 +319,11 @@ class Products(TorchDispatchMode):
     """Counts the matrix products of this thread."""
 
     count = 0
+    recorded = False  # for a backward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        self.recorded |= torch.is_grad_enabled()
         return func(*args, **(kwargs or {}))
 
 
@@ -371,6 +373,7 @@ def test_no_product_is_computed_in_both_parts() -> None:
     with Products() as late:
         weights.run(retain_graph=False)
     assert (early.count, late.count) == (depth, depth)
+    assert not late.recorded
 
 
 def test_a_loss_of_no_parameter_is_refused_by_a_split_backward_too() -> None:

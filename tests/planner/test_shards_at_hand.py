@@ -116,7 +116,7 @@ def test_no_other_boundary_between_meshes_makes_the_step_shorter(
     model = nn.Sequential(*itertools.starmap(nn.Linear, itertools.pairwise(sizes)))
     call = {**CALL, "example_args": (torch.randn(512, 256),), "target": torch.randn(512, 128)}
     options = {"max_shards": 2, "max_replicas": 1, "n_microbatches": n_microbatches, "optimizer": "none", "tune": 0}
-    plan = autopar.plan(model, DEVICES, **call, **options)
+    plan = autopar.plan(model, DEVICES, **call, **options, schedule="zb-h1")  # a stage for each mesh
     assert shards(plan) == [2, 2]
     first = len(plan.stages[0].operators)  # one for each layer
     assert plan.predicted_step_time is not None

@@ -156,8 +156,8 @@ class _Graph:
         return self._reaches[root][0] or self._behind(root)[1]
 
     def deferred(self, early_roots: Sequence[Node], rest: Sequence[Node]) -> tuple[list[_Junction], list[Node]]:
-        """The junctions where the weight part starts, and the leaves whose gradients the input part computes. `rest`:
-        roots whose backward is part of the weight part."""
+        """The junctions where the weight part starts, and the leaves whose gradients the input part computes.
+        `early_roots`: roots whose backward is in the input part (`is_early`). `rest`: those of the weight part."""
         edges = [(node, number, edge) for node in self.path for number, edge in self._leaving(node)]
         behind = [self._behind(edge.node) for _, _, edge in edges]
         leaves_of = [leaves for leaves, _ in behind]

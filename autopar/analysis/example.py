@@ -36,7 +36,11 @@ from cost_models.graphs import on_meta
 log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> loss
-LEFT_OUT = "predictions leave out the "  # begins a note of plans
+# Beginnings of notes of plans:
+LEFT_OUT = "predictions leave out the "
+END_OF_MODEL = "the end of the model runs once on the whole batch: "
+WHOLE_LOSS = "the loss runs once on the whole batch: "
+ABOUT_WHOLE_BATCH = (LEFT_OUT, END_OF_MODEL, WHOLE_LOSS)
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,17 @@ class Example:
         return self.loss if self.loss_split is not None and self.loss_split.combine != "whole" else None
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """A note that prices leave out a loss or an end of the model which sees the whole batch, and why it does; none
-        where they do not."""
+    def whole_batch_notes(self) -> tuple[str, ...]:
+        """That the end of the model or the loss sees the whole batch, and why; and whether prices leave it out, because
+        it failed on the example."""
         if self.batching.tail is not None:
-            return (f"{LEFT_OUT}end of the model, which runs once on the whole batch: {self.batching.tail.why}",)
+            return (f"{END_OF_MODEL}{self.batching.tail.why}",)
         if self.loss is None or self.stage_loss is not None or self.loss_split is None:
             return ()
-        why = "; ".join(text for text in (self.loss_split.why, self.loss_split.error) if text)
-        return (f"{LEFT_OUT}loss, because it is not split into micro-batches: {why}",)
+        if self.loss_split.error:
+            why = "; ".join(text for text in (self.loss_split.why, self.loss_split.error) if text)
+            return (f"{LEFT_OUT}loss, because it is not split into micro-batches: {why}",)
+        return (f"{WHOLE_LOSS}{self.loss_split.why}",)
 
     @property
     def target_dims(self) -> tuple[int | None, ...]:
@@ -321,8 +327,9 @@ def example_ahead(
     example = capture_example(
         model, (), args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, verify=verify, strict=strict
     )
-    for note in example.left_out:
-        warn(note)
+    for note in example.whole_batch_notes:
+        if note.startswith(LEFT_OUT):
+            warn(note)
     if loss_fn is not None or not example.training or not returns_own_loss(example.program, example.batching.tail):
         return example
     split = study_loss(own_loss, example.program, example.batching, None, default_dims=(0,))

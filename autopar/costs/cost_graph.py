@@ -69,6 +69,8 @@ class CostGraph:
     ranks: RankCosts | None = None  # of one process a device; None: workers of one process, or a planned cluster
     # By device kind, for stages that run compiled on single devices; `tables` are those of captured stages.
     compiled: Mapping[str, CompiledRatio] = field(default_factory=dict)
+    # By device kind, s once a step of what the caller does on the whole batch (`whole_batch.py`); {}: nothing.
+    whole_batch: Mapping[str, float] = field(default_factory=dict)
     # Tells what a plan's devices hold; None: only the formula of the search does.
     rehearsal: StepRehearsal | None = field(default=None, repr=False, compare=False)
 
@@ -178,7 +180,7 @@ def build(
     progress("memory and links", 1.0)
     graph = nx.DiGraph()
     _annotate(graph, program, batching, source.counted(), batch, source.recipe or USUAL)
-    links, accumulate = source.links(), source.accumulate()
+    links, accumulate, whole_batch = source.links(), source.accumulate(), source.whole_batch()
     return CostGraph(
         graph,
         batch,
@@ -191,6 +193,7 @@ def build(
         cores=source.cores,
         recipe=source.recipe,
         notes=source.notes(),
+        whole_batch=whole_batch,
     )
 
 

@@ -188,6 +188,9 @@ class CostSource(Protocol):
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         """Seconds on every device kind, at several micro-batch sizes."""
 
+    def whole_batch(self) -> Mapping[str, float]:
+        """By device kind, seconds of what a step does once on the whole batch; {}: nothing, as far as is known."""
+
     def notes(self) -> tuple[str, ...]:
         """What a plan has to say about the seconds, once they are known."""
 

@@ -27,12 +27,14 @@ from autopar.costs.cost_table import SILENT, Calls, CostTable, HostTimes, LossNe
 from autopar.costs.fusion import Fusion
 from autopar.costs.recipe import USUAL, Recipe
 from autopar.costs.step_rehearsal import StepRehearsal
+from autopar.costs.whole_batch import WholeBatch
 from autopar.errors import InputError, first_line, warn
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
 from cost_models.graphs import get_attribute, may_have_gradient, on_meta, private_copy, tensors_in
 from cost_models.hardware.device_specs import DeviceSpec, efficiency_of, rates_of
 from cost_models.kernels.efficiency_curves import Efficiency
+from cost_models.kernels.launches import HostCosts, overlapped_seconds
 from cost_models.kernels.operator_work import OperatorWork, count, count_call
 from cost_models.kernels.roofline import OperatorEstimate, Rates, price
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
@@ -80,8 +82,10 @@ class Estimated:
         recipe: Recipe = USUAL,
         apart: Callable[[], AbstractContextManager[object]] = nullcontext,
         known: KnownEstimates | None = None,
+        whole_batch: WholeBatch | None = None,
     ) -> None:
         self.cluster, self.recipe = cluster, recipe
+        self._whole_batch = whole_batch
         self._known = known or KnownEstimates({}, {}, {})
         self._apart = apart
         self.cores = None
@@ -174,6 +178,27 @@ class Estimated:
     def _fusion(self) -> Fusion | None:
         return Fusion(self._module, self._folded, self._graded) if self.recipe.fuses else None
 
+    def whole_batch(self) -> dict[str, float]:
+        """Nothing, with a note, where it needs values."""
+        if self._whole_batch is None:
+            return {}
+        try:
+            meta = self._whole_batch.on_meta()
+            outputs = meta.outputs(META)
+            with torch.set_grad_enabled(self._training):
+                _, work = count_call(lambda *flat: meta.roots(flat, meta.leaves), tuple(outputs))
+        except (LossNeedsValues, RuntimeError) as error:
+            self._known.notes[self._whole_batch.left_out(error)] = None
+            return {}
+        return {kind: self._of_call(work, spec) for kind, spec in self.cluster.specs.items()}
+
+    def _of_call(self, work: OperatorWork, spec: DeviceSpec) -> float:
+        """Seconds of code that is called by itself, forward and backward."""
+        whole = price(work, rates_of(spec, self.recipe.host(spec)), efficiency_of(spec))
+        costs = self.recipe.loss_host(spec)
+        ahead, behind = (0.0, 0.0) if costs is None else _launching(work, costs)
+        return overlapped_seconds(whole.forward_seconds, ahead) + overlapped_seconds(whole.backward_seconds, behind)
+
     def notes(self) -> tuple[str, ...]:
         return tuple(self._known.notes)
 
@@ -189,12 +214,9 @@ class Estimated:
         costs, of_loss = self.recipe.host(spec), self.recipe.loss_host(spec)
         if costs is None or of_loss is None:
             return None
-        calls = [
-            len(of) * (each + of_loss.kernel)
-            for of, each in ((loss.forward, of_loss.operator), (loss.backward, of_loss.node))
-        ]
+        calls = _launching(loss, of_loss)
         if fusion is not None:
-            return HostTimes(*fusion.launches(costs), (calls[0], calls[1]), costs.start)
+            return HostTimes(*fusion.launches(costs), calls, costs.start)
         launched = self._launched
         kernels = {name: (len(mine.forward), len(mine.backward)) for name, mine in work.items()}
         ahead, behind = np.array([kernels[name] for name in launched.representatives]).reshape(-1, 2).T
@@ -203,7 +225,7 @@ class Estimated:
         nodes = np.where(launched.opaque, np.maximum(1, behind), launched.dispatched) * launched.graded
         forward = dispatched * costs.operator + ahead * costs.kernel
         backward = nodes * costs.node + behind * costs.kernel + launched.summed * costs.accumulation
-        return HostTimes(forward, backward, (calls[0], calls[1]), costs.start)
+        return HostTimes(forward, backward, calls, costs.start)
 
     @cached_property
     def _launched(self) -> _Launched:
@@ -313,6 +335,12 @@ def _tags(node: fx.Node) -> Collection[Any]:
     return getattr(node.target, "tags", ())
 
 
+def _launching(work: OperatorWork, costs: HostCosts) -> tuple[float, float]:
+    """Seconds of the host to launch the kernels of code outside of the model, forward and backward."""
+    ahead, behind = costs.operator + costs.kernel, costs.node + costs.kernel
+    return len(work.forward) * ahead, len(work.backward) * behind
+
+
 def _dispatched(node: fx.Node) -> int:
     """Operators that the host dispatches for a node."""
     name = getattr(node.target, "__name__", "")
@@ -353,6 +381,7 @@ def estimate_costs(
             recipe=recipe,
             apart=apart,
             known=known,
+            whole_batch=WholeBatch.of(example),
         )
         costs = cost_graph.build(
             example.program, example.batching, source, training=example.training, progress=progress

@@ -27,6 +27,7 @@ from autopar.costs.rank_costs import RankMeasurements, measured_links, rank_cost
 from autopar.costs.shard_costs import measure_shards, measure_shards_of_ranks
 from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
+from autopar.costs.whole_batch import WholeBatch
 from autopar.lower.size_values import values_of_sizes
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
@@ -68,7 +69,9 @@ class Measured:
         n_microbatches: int | None = None,
         cache: MeasurementCache | None = None,
         ranks: RankMeasurements | None = None,
+        whole_batch: WholeBatch | None = None,
     ) -> None:
+        self._whole_batch = whole_batch
         self.devices = tuple(replace(d, memory=usable_memory(d.memory, d.torch_device.type)) for d in devices)
         self.cores = usable_cores() if all(d.shares_process_memory for d in self.devices) else None
         if ranks is not None and self.cores is not None:
@@ -79,6 +82,7 @@ class Measured:
         self._autocasts = autocasts(d.torch_device.type for d in self.devices)
         self._spread = 0.0  # the largest of all measurements
         self._too_large: list[tuple[str, int]] = []  # kind of device, samples
+        self._left_out = ""  # what runs on the whole batch and could not be measured
         self._ranks = ranks
         self.process_links: ProcessLinks | None = None  # of ranks, once they are measured
 
@@ -105,6 +109,7 @@ class Measured:
             n_microbatches=n_microbatches,
             cache=cache,
             ranks=ranks,
+            whole_batch=WholeBatch.of(example),
         )
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
@@ -141,12 +146,37 @@ class Measured:
     def _on_ranks(self, ranks: RankMeasurements, device: Device, workers: int, rows: int) -> GraphTimes:
         return ranks.passes(_on_one_machine(ranks, self.devices, device.kind)[:workers], workers, rows)
 
+    def whole_batch(self) -> dict[str, float]:
+        """With the threads of the caller, whose workers wait then."""
+        if self._whole_batch is None:
+            return {}
+        found: dict[str, float] = {}
+        for device in self.devices:
+            if device.kind in found:
+                continue
+            autocast = self._autocasts[device.torch_device.type]
+            key = signature_key(
+                "whole batch", self._whole_batch.signature, device.kind, torch.get_num_threads(), autocast.signature
+            )
+            known = self._cache.get(key, _seconds_from_json) if self._cache is not None else None
+            try:
+                found[device.kind] = (
+                    self._whole_batch.seconds(device.torch_device, autocast) if known is None else known
+                )
+            except Exception as error:  # of the user's loss, or memory for the whole batch
+                self._left_out = self._whole_batch.left_out(error)
+                return {}
+            if self._cache is not None and known is None:
+                self._cache.put(key, found[device.kind])
+        return found
+
     def notes(self) -> tuple[str, ...]:
         """What was not measured; and how uncertain measurements are without the system's count of waiting."""
         notes = [
             f"{rows} samples at once do not fit the memory of {kind}: their seconds are predicted from those of fewer"
             for kind, rows in dict.fromkeys(self._too_large)  # on one GPU, and on several at once
         ]
+        notes += [self._left_out] if self._left_out else []
         on_cpu = any(device.torch_device.type == "cpu" for device in self.devices)
         if not on_cpu or waiting_is_known():
             return tuple(notes)

@@ -305,6 +305,7 @@ def _quantities(before: Plan, after: Plan) -> list[Quantity]:
             ("step", "s", "predicted_step_time"),
             ("step, measured", "s", "measured_step_time"),
             (ONE_DEVICE, "s", "single_device_time"),
+            ("the whole batch, once", "s", "whole_batch_time"),
             ("bubble", "", "bubble"),
             ("objective", "s", "objective"),
             ("bound", "s", "bound"),

@@ -79,6 +79,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
     message_time: float | None = None  # s of each end of a message between processes; None: in one, or not measured
     one_worker: bool = False  # does all actions, by the prediction: operators are too small for several
     barrier: bool = False  # predicted for a loss that the caller computes: all forwards come before the first backward
+    whole_batch_time: float | None = None  # s once a step: the end of the model, or the loss, on the whole batch
     model: str | None = None  # fingerprint of its model
     device_kinds: tuple[str, ...] = ()  # of `devices`
     assumed: Assumptions | None = None  # of its prices; None: measured, or made by hand without prices

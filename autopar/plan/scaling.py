@@ -30,6 +30,7 @@ def scaled(plan: Plan, factor: float, steps: int, of: str, *, single: float | No
         searched_bound=_times(plan.searched_bound, factor),
         action_time=_times(plan.action_time, factor),
         message_time=_times(plan.message_time, factor),
+        whole_batch_time=_times(plan.whole_batch_time, factor),
         time_scale=factor * (plan.time_scale or 1.0),
         notes=(note, *plan.notes),
     )

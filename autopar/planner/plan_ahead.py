@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.analysis.example import LEFT_OUT, Example
+from autopar.analysis.example import ABOUT_WHOLE_BATCH, Example
 from autopar.analysis.few_collections import few_collections
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.estimated import estimate_costs
@@ -46,7 +46,7 @@ def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progres
     mesh_program = mesh_program_of(example, options.optimizer_name)
     best = plan_jointly(costs, search, mesh_program, max_shards=options.max_shards, progress=progress)
     note = f"estimated from the data sheets of {cluster.title}, not measured"
-    notes = (note, *example.left_out, *example.program.uncaptured, *best.notes)
+    notes = (note, *example.whole_batch_notes, *example.program.uncaptured, *best.notes)
     return replace(
         best, notes=notes, model=fingerprint(example.model), assumed=assumed, work=step_work(example, cluster)
     )
@@ -71,8 +71,8 @@ def priced_ahead(
     else:
         costs = estimate_costs(example, cluster, recipe, progress=progress)
         priced = predict_plan(plan, example, costs, search.conditions)
-    kept = [note for note in priced.notes if not note.startswith((OTHER, LEFT_OUT))]
-    notes = (*kept, *example.left_out, *costs.notes, *other_assumptions(plan, assumed))
+    kept = [note for note in priced.notes if not note.startswith((OTHER, *ABOUT_WHOLE_BATCH))]
+    notes = (*kept, *example.whole_batch_notes, *costs.notes, *other_assumptions(plan, assumed))
     return replace(
         priced,
         notes=notes,

@@ -160,7 +160,8 @@ def as_plan(
         single_device_time=_single_device_time(costs, atoms, optimizer),
         bubble=timeline.bubble,
         one_worker=step.one_worker,
-        barrier=step.barrier,
+        barrier=costs.training and step.barrier is not None,
+        whole_batch_time=step.barrier or None,
         action_time=step.overhead if costs.python != NOT_MEASURED else None,
         message_time=step.handling or None,
         transfers=tuple(_plan_transfers(costs, atoms, arrangement, step)),
@@ -233,7 +234,8 @@ def _single_device_time(costs: CostGraph, atoms: Atoms, optimizer: str) -> float
     rates = optimizer_rates(costs, costs.devices[0].kind, optimizer)
     shares = [one.share for one in stepped(costs, atoms, optimizer)]
     passes = whole.forward + whole.backward - times.not_accumulated(range(len(atoms.nodes)), whole, split=False)
-    return passes + (0.0 if rates is None else rates.seconds(sum_of(shares)))
+    whole_batch = costs.whole_batch.get(costs.devices[0].kind, 0.0)
+    return passes + whole_batch + (0.0 if rates is None else rates.seconds(sum_of(shares)))
 
 
 def _with_sharded(priced: Plan, own: Plan) -> Plan:

@@ -58,7 +58,9 @@ class PredictedStep:
     chunks: int  # stages of each rank
     training: bool
     plain: bool  # the runtime calls the model itself, and nothing adds to its operators
-    barrier: bool = False  # all forwards come before the first backward: the caller computes the loss
+    # s of the caller between all forwards and all backwards, or after forwards without backwards: what runs on the whole
+    # batch (`costs/whole_batch.py`). 0: a loss that is not known; None: nothing, and backwards do not wait for it.
+    barrier: float | None = None
     overhead: float = ACTION_OVERHEAD  # s of Python for every action, unless `plain`
     handling: float = 0.0  # s of each end of a message between processes, besides what its link takes
     hardware: tuple[int, ...] = ()  # of each slot, a number that slots on one GPU share; (): each has its own
@@ -90,7 +92,7 @@ class PredictedStep:
             [self._times(number) for number in range(len(self.stages))],
             transfers,
             memory=memory or None,
-            barrier=0.0 if self.barrier else None,
+            barrier=self.barrier,
             hardware=(0,) * slots if slots > 1 and self.one_worker else self.hardware,
         )
 
@@ -198,12 +200,16 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1) -> PredictedStep | None:
         plan.chunks,
         plan.training,
         plain=n_groups == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
-        barrier=plan.barrier,
+        barrier=_barrier(plan.barrier, plan.whole_batch_time, batch_factor),
         overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0) if plan.action_time is None else plan.action_time,
         handling=plan.message_time or 0.0,
         hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
         one_worker=plan.one_worker,
     )
+
+
+def _barrier(waits: bool, whole_batch: float | None, batch_factor: int) -> float | None:
+    return None if whole_batch is None and not waits else (whole_batch or 0.0) * batch_factor
 
 
 def pass_fields(stage: PredictedStage, sizes: Sequence[int]) -> dict[str, Any]:

@@ -79,12 +79,18 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         arrangement.chunks,
         costs.training,
         plain=arrangement.plain,
-        barrier=costs.training and not conditions.loss_inside,
+        barrier=_barrier(costs, arrangement, conditions),
         overhead=costs.python.alone if one_worker or arrangement.n_groups == 1 else costs.python.busy,
         handling=0.0 if costs.ranks is None else costs.ranks.handling,
         hardware=hardware_of(group.first for rank in arrangement.ranks for group in rank),
         one_worker=one_worker,
     )
+
+
+def _barrier(costs: CostGraph, arrangement: Arrangement, conditions: Conditions) -> float | None:
+    """`PredictedStep.barrier`. The model's outputs are on the device of the last stage, and so is what follows."""
+    waits = costs.training and not conditions.loss_inside
+    return costs.whole_batch.get(arrangement.groups[-1][0].kind, 0.0 if waits else None)
 
 
 def _one_worker(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> bool:

@@ -4,6 +4,7 @@ A slot does its actions one after the other, so what it holds follows from the o
 
     parameters, buffers, optimizer state, the batch (1)         all the time
     F i      its highest, then what the forward keeps
+    batch    on the device of the outputs the highest of what runs on the whole batch, if anything does
     B i      its highest, then less: activations go, gradients of parameters stay
     step     gradients and what the optimizer needs besides
 
@@ -184,6 +185,7 @@ class _Step:
                 joined = True
                 now += self._joined() if len(self._sizes) > 1 else 0  # one micro-batch's are the stage's own tensors
             if action.phase is not Phase.FORWARD and self._barrier and action.stage == last and not backwards:
+                certain, peak = (max(highest, now + self._on_whole_batch()) for highest in (certain, peak))
                 now += self._caller_gradients()
             backwards |= action.phase is not Phase.FORWARD and action.stage == last
             row = action.stage, action.phase
@@ -192,6 +194,8 @@ class _Step:
             certain = max(certain, now + change.highest + messages.certain[number] + certain_transit[number])
             peak = max(peak, now + change.highest + messages.possible[number] + transit[number])
             now += change.left
+        if not self._costs.training and last in stages:
+            certain, peak = (max(highest, now + self._on_whole_batch()) for highest in (certain, peak))
         in_step = self._in_step(slot, stages)
         return max(certain, in_step), max(peak, in_step)
 
@@ -278,6 +282,11 @@ class _Step:
         last = len(self._stages) - 1
         found = self._rehearsal.whole_outputs(self._lowered, self._sizes[0], self._kinds[last])
         return sum(spec.nbytes for spec in found)
+
+    def _on_whole_batch(self) -> int:
+        """Bytes of the end of the model, or of the loss, on the whole batch at the highest moment."""
+        last = len(self._stages) - 1
+        return self._rehearsal.whole_batch_bytes(self._lowered, self._sizes[0], self._kinds[last])
 
     def _caller_gradients(self) -> int:
         """Bytes of the gradients of the model's outputs, which the caller's loss or a tail has made."""

@@ -107,6 +107,8 @@ def _headline(plan: Plan) -> str:
             numbers.append(f"{ONE_DEVICE} {milliseconds(plan.single_device_time)} ms")
             if plan.predicted_step_time:
                 numbers.append(f"speed-up {plan.single_device_time / plan.predicted_step_time:.2f}x")
+        if plan.whole_batch_time:
+            numbers.append(f"on the whole batch {milliseconds(plan.whole_batch_time)} ms")
         if plan.bubble is not None:
             numbers.append(f"bubble {plan.bubble:.1%}")
         lines.append(paragraph(", ".join(numbers), others="  "))

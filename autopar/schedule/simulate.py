@@ -45,8 +45,9 @@ def simulate(
 
     `stages[s]` and `memory[s]` belong to stage s. Stages depend on each other only through `transfers`, so list also
     those that take no time. With `barrier`, `phased(schedule)` runs, and no backward starts before `barrier` seconds
-    after the last forward of all slots: the caller computes the loss on the whole batch in between. `hardware`: for
-    each slot, a number that slots on the same hardware have in common, which then works for one of them at a time.
+    after the last forward of all slots: the caller computes the loss on the whole batch in between. A step without
+    backwards ends then. `hardware`: for each slot, a number that slots on the same hardware have in common, which then
+    works for one of them at a time.
 
     O(n log(slots)) for n actions and transfers of micro-batches, and a sort.
 
@@ -66,7 +67,9 @@ def simulate(
         schedule=schedule,
         events=tuple(sorted(ran.events, key=by_start)),
         sends=tuple(sorted(ran.sends, key=by_start)),
-        finishes=tuple(sorted(_finishes(schedule, stages, ran, hardware), key=attrgetter("slot", "start"))),
+        finishes=tuple(
+            sorted(_finishes(schedule, stages, ran, hardware, barrier or 0.0), key=attrgetter("slot", "start"))
+        ),
         stage_memory=None if memory is None else tuple(memory),
         hardware=tuple(hardware),
     )
@@ -88,7 +91,11 @@ def _durations(schedule: Schedule, stages: Sequence[StageTimes]) -> Callable[[Ac
 
 
 def _finishes(
-    schedule: Schedule, stages: Sequence[StageTimes], ran: ExecutedSchedule, hardware: Sequence[int]
+    schedule: Schedule,
+    stages: Sequence[StageTimes],
+    ran: ExecutedSchedule,
+    hardware: Sequence[int],
+    barrier: float,
 ) -> Iterator[Finish]:
     """What each slot does for its stages after its actions.
 
@@ -104,9 +111,10 @@ def _finishes(
     for send in ran.sends:
         if not send.transfer.overlap:
             free[place[send.slot]] = max(free[place[send.slot]], send.end)
+    earliest = max(through) + barrier if barrier and not schedule.training else 0.0
     for stage in sorted(range(schedule.n_stages), key=lambda s: (through[s], -s)):
         slots, times = schedule.slots_of(stage), stages[stage]
-        start = max(free[place[slot]] for slot in slots)
+        start = max(earliest, *(free[place[slot]] for slot in slots))
         reduced = start + (times.finish if schedule.training else 0.0)
         end = reduced + (times.optimizer if schedule.training else 0.0)
         for slot in slots:

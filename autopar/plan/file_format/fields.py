@@ -156,7 +156,7 @@ def _split(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
 _LATER = (
     *("layerwise", "keeps_products", "regather"),
     *("gradient_bytes", "optimizer_bytes", "transient_bytes", "usable_memory", "work"),
-    *("accumulation_time", "step_bytes", "again", "size_ratios", "barrier"),
+    *("accumulation_time", "step_bytes", "again", "size_ratios", "barrier", "whole_batch_time"),
 )
 """Fields that formats of before did not have: left out at their default, so that the checksums of such files hold."""
 

@@ -96,8 +96,8 @@ def plan_by_hand(
         configurations, not_followed = (), ()
     priced = predict(costs, plan, stage_of, search.conditions, configurations)
     estimated = f"estimated from the data sheets of {cluster.title}, not measured"
-    left_out = (*example.left_out, *costs.notes)
-    notes = (f"{BY_HAND}{_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), *left_out, estimated)
+    whole = (*example.whole_batch_notes, *costs.notes)
+    notes = (f"{BY_HAND}{_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), *whole, estimated)
     found = replace(
         priced,
         split=(),

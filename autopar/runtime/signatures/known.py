@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from autopar.analysis.example import LEFT_OUT, Example, has_backward, ordinary, under_default_device
+from autopar.analysis.example import END_OF_MODEL, Example, has_backward, ordinary, under_default_device
 from autopar.analysis.loss import LossSplit
 from autopar.analysis.own_loss import check_own_loss, own_loss
 from autopar.capture.program import Program
@@ -160,8 +160,8 @@ class Signatures:
         if signature.program.batch_size > 1:
             plan = with_whole_batch(plan, whole_because(signature.batching, self.settings))
         tail = signature.batching.tail
-        if tail is not None and not any(note.startswith(LEFT_OUT) for note in plan.notes):
-            plan = with_notes(plan, [f"the end of the model runs once on the whole batch: {tail.why}"])
+        if tail is not None and not any(note.startswith(END_OF_MODEL) for note in plan.notes):
+            plan = with_notes(plan, [f"{END_OF_MODEL}{tail.why}"])
         return plan.listing(signature.program, signature.batching.storages)
 
     def _decided(self, bound: BoundCall, call: CallArguments) -> Plan:

@@ -58,8 +58,8 @@ class PredictedStep:
     chunks: int  # stages of each rank
     training: bool
     plain: bool  # the runtime calls the model itself, and nothing adds to its operators
-    # s of the caller between all forwards and all backwards, or after forwards without backwards: what runs on the whole
-    # batch (`costs/whole_batch.py`). 0: a loss that is not known; None: nothing, and backwards do not wait for it.
+    # s of the caller after all forwards, before all backwards: what runs on the whole batch (`costs/whole_batch.py`).
+    # 0: a loss that is not known; None: nothing, and backwards do not wait for all forwards.
     barrier: float | None = None
     overhead: float = ACTION_OVERHEAD  # s of Python for every action, unless `plain`
     handling: float = 0.0  # s of each end of a message between processes, besides what its link takes

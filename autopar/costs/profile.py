@@ -19,6 +19,7 @@ from autopar.capture import torch_private
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls, CostTable
 from autopar.costs.operator_cost import operator_costs
+from autopar.costs.whole_batch import WholeBatch
 from autopar.errors import InputError
 from autopar.errors.names import with_checked_names
 from autopar.plan.results import Result
@@ -77,6 +78,9 @@ class Profile(Result):
     links: Mapping[tuple[str, str], Link]  # (from, to), names of devices
     memory: StepMemory | None  # of a training step of the whole batch on one device, if requested
     graph: nx.DiGraph = field(repr=False, compare=False)
+    # By kind of device, s once a step of the end of the model, or the loss, on the whole batch, forward and backward.
+    # None of the other seconds contains it. {}: nothing, as far as is known.
+    whole_batch: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def model(self) -> Cost:
@@ -105,6 +109,7 @@ class Profile(Result):
             "modules": [asdict(cost) for cost in self.modules],
             "operators": [asdict(cost) for cost in self.operators],
             "passes": [asdict(one) for one in self.passes],
+            "whole_batch": dict(self.whole_batch),
             "links": [
                 {
                     "source": source,
@@ -131,14 +136,17 @@ def training_step(example: Example, optimizer: str, device_type: str) -> StepMem
         program, [on_meta(x) for x in example.leaves], example.loss, torch_private.tree_map(on_meta, example.target)
     )
     batch = max(program.batch_size, 1)
+    loss, has_tail = calls.loss(batch), example.batching.tail is not None
+    if has_tail:
+        whole = WholeBatch.of(example)
+        loss = None if whole is None or whole.loss_fn is None else whole.on_meta().loss
     with torch.device("cpu"):
         module = on_device(program.graph_module, program.device, torch.device("meta"))
-        has_tail = example.batching.tail is not None
         return step_memory(
             module,
             calls.inputs(batch),
-            loss=None if has_tail else calls.loss(batch),
-            all_outputs=has_tail,
+            loss=loss,
+            all_outputs=has_tail and loss is None,
             optimizer=optimizer,
             device_type=device_type,
         )
@@ -190,6 +198,7 @@ def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
         _links(costs),
         memory,
         graph,
+        costs.whole_batch,
     )
 
 

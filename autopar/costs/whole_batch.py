@@ -74,6 +74,11 @@ class WholeBatch:
             return [t for t in tensors_in(found) if t.requires_grad]
         return [self._loss(tuple(found))]
 
+    def loss(self, outputs: Sequence[Any]) -> torch.Tensor:
+        """The loss by the flat outputs of the program's graph; only with `loss_fn`."""
+        (found,) = self.roots(outputs, self.leaves)
+        return found
+
     @cached_property
     def _loss(self) -> Loss | None:
         """Of the model's flat outputs."""

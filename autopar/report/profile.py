@@ -10,6 +10,7 @@ from autopar.report.tables import megabytes, milliseconds, paragraph, table
 
 _MOST_MODULES = 30  # rows of the table; modules are shown to the depth that fits
 _MOST_OPERATORS = 12
+ON_WHOLE_BATCH = "Once a step, on the whole batch (the end of the model, or the loss)"
 
 
 @shown.register
@@ -28,6 +29,8 @@ def _profile(profile: Profile) -> str:
         for p in profile.passes
     ]
     parts.append(table(["device", "busy", "samples", "forward ms", "backward ms", "samples/s"], rows))
+    if profile.whole_batch:
+        parts.append(f"{ON_WHOLE_BATCH}: {_on_kinds(profile)}")
     if profile.links:
         links = [
             [f"{a} -> {b}", f"{link.latency * 1e6:.1f}", _gigabytes(link.bandwidth)]
@@ -37,6 +40,10 @@ def _profile(profile: Profile) -> str:
     if profile.memory is not None:
         parts.append(f"A training step of the whole batch on one device:\n\n{profile.memory}")
     return "\n\n".join(parts)
+
+
+def _on_kinds(profile: Profile) -> str:
+    return ", ".join(f"{milliseconds(seconds)} ms on {kind}" for kind, seconds in profile.whole_batch.items())
 
 
 def _modules_that_fit(profile: Profile) -> list[Cost]:

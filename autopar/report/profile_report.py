@@ -28,6 +28,10 @@ def profile_report(profile: Profile, command: str | None = None) -> Report:
         Figure("parameters", size_text(model.parameter_bytes)),
         Figure("activations", size_text(model.activation_bytes), "kept for the backward"),
     ]
+    if kind in profile.whole_batch:
+        figures.append(
+            Figure("on the whole batch", seconds_text(profile.whole_batch[kind]), "end of the model, or loss")
+        )
     if slowest is not None:
         share = percent(slowest.seconds(kind) / whole) if whole else "-"
         note = f"{operator_text(slowest.name)}: {seconds_text(slowest.seconds(kind))}"

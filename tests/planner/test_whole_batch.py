@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -195,3 +196,29 @@ def test_a_loss_that_fails_is_left_out() -> None:
     plan = autopar.plan(Layers(0), ["cpu", "cpu"], **call)
     assert plan.whole_batch_time is None
     assert any("predictions leave out the loss" in note and "no loss today" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_a_profile_tells_it_apart() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(512, WIDTH)
+    call: dict[str, Any] = {"example_args": (x,), "cache": False}
+    profile = autopar.profile(Layers(2), ["cpu"], **call)
+    (seconds,) = profile.whole_batch.values()
+    assert seconds > 0
+    assert "on the whole batch" in str(profile)
+    assert json.loads(profile.to_json())["whole_batch"] == dict(profile.whole_batch)
+    assert not autopar.profile(Layers(0), ["cpu"], **call).whole_batch
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_profiled_step_has_the_end_of_the_model() -> None:
+    """Its loss is that of `train_step`; then the tables of scores are there at the end of the forward."""
+    rows = 256
+    torch.manual_seed(0)
+    x = torch.randn(rows, WIDTH)
+    call: dict[str, Any] = {"example_args": (x,), "optimizer": "sgd"}
+    with_end, without = (autopar.profile(Layers(ends), CLUSTER, **call).memory for ends in (1, 0))
+    assert with_end is not None
+    assert without is not None
+    assert with_end.peak.total - without.peak.total > rows * rows * 4

@@ -10,8 +10,9 @@ and follows only the edges off the path, so that nothing is computed twice.
 
 Four kinds of leaves get their gradients in the input part already, and the weight part only accumulates them:
  - Leaves behind a node that computes all its gradients in one kernel (batch norm, LSTM). Two runs would cost twice.
- - Leaves that several nodes of the path use directly (a bias used at every time step). Started from one of these nodes,
-   autograd would also follow the path to the others.
+ - Leaves behind a node that has other parents than the junction (a bias used at every time step, a weight from which
+   the bias is computed, too). Started from the junction, autograd would also follow the path to the other parents, or
+   what it stores for the one edge would contain what flows along another one.
  - Leaves behind an autograd Function, which may exchange gradients with other devices. Ranks whose graphs differ in
    other things so have all exchanges in the input part, where autograd runs them against the order of the forward.
  - Leaves behind the same off-path edge as one of those: the input part computes all that flows through that edge.
@@ -148,8 +149,8 @@ class _Graph:
         self.path: list[Node] = []  # inner nodes that reach an input, children first
         for root in roots:
             self._visit(root)
-        children = [{child for child, _ in self._edges[node]} for node in self.path]
-        self._parents = Counter(child for some in children for child in some)  # how many nodes of the path lead to it
+        children = [{child for child, _ in edges} for edges in self._edges.values()]
+        self._parents = Counter(child for some in children for child in some)  # how many nodes lead to it
 
     def is_early(self, root: Node) -> bool:
         """Whether the backward of a root is part of the input part: it is on the path, or may exchange gradients."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from models import assert_same_gradients, assert_same_outputs, gradients, mlp
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import InputError, PipelinedModule, Plan
-from autopar.lower.split_backward import input_part
 from autopar.runtime.stages.stage_replica import StageReplica
 from autopar.runtime.step.passes import Passes
 from autopar.schedule.builders import INTERLEAVED, SCHEDULES
@@ -269,111 +266,6 @@ def test_an_error_in_a_part_of_the_backward_names_stage_and_micro_batch(
     square(original(x), y).backward()
     pm.train_step(x, target=y, loss_fn=square)
     assert_same_gradients(gradients(model), gradients(original))
-
-
-def layered(depth: int, width: int = 6) -> Callable[[torch.Tensor], torch.Tensor]:
-    weights = [torch.randn(width, width, requires_grad=True) for _ in range(depth)]
-    bias = torch.randn(width, requires_grad=True)
-
-    def compute(x: torch.Tensor) -> torch.Tensor:
-        for weight in weights:
-            x = torch.addmm(bias, torch.tanh(x), weight.t()) + x @ weight
-        return x
-
-    compute.leaves = [*weights, bias]  # type: ignore[attr-defined]
-    return compute
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_the_parts_of_a_backward_give_what_the_whole_gives(depth: int) -> None:
-    torch.manual_seed(0)
-    compute = layered(depth)
-    leaves: list[torch.Tensor] = compute.leaves  # type: ignore[attr-defined]
-    x = torch.randn(4, 6, requires_grad=True)
-    seed = torch.randn(4, 6)
-    whole = torch.autograd.grad(compute(x), [x, *leaves], seed)
-    apart = leaves[0].sum() * 2.0  # an output that does not depend on the input
-    (of_apart,) = torch.autograd.grad(leaves[0].sum() * 2.0, [leaves[0]])
-    found, weights = input_part([(compute(x), seed), (apart, torch.ones(()))], [x])
-    assert found[0] is not None
-    torch.testing.assert_close(found[0], whole[0])
-    assert all(leaf.grad is None for leaf in leaves)
-    weights.run(retain_graph=False)
-    for index, (leaf, expected) in enumerate(zip(leaves, whole[1:], strict=True)):
-        assert leaf.grad is not None
-        torch.testing.assert_close(leaf.grad, expected + (of_apart if index == 0 else 0.0))
-    assert x.grad is None
-
-
-def test_a_stage_without_inputs_that_need_gradients_does_all_in_the_weight_part() -> None:
-    weight = torch.randn(3, 3, requires_grad=True)
-    output = torch.ones(2, 3) @ weight
-    found, weights = input_part([(output, torch.ones(2, 3))], [])
-    assert found == []
-    weights.run(retain_graph=False)
-    assert weight.grad is not None
-    torch.testing.assert_close(weight.grad, torch.full((3, 3), 2.0))
-
-
-class Products(TorchDispatchMode):
-    """Counts the matrix products of this thread."""
-
-    count = 0
-    recorded = False  # for a backward
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        self.recorded |= torch.is_grad_enabled()
-        return func(*args, **(kwargs or {}))
-
-
-class Doubled(torch.autograd.Function):
-    """Its backward says when it runs."""
-
-    runs: ClassVar[list[str]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        Doubled.runs.append("backward")
-        return 2 * gradients[0]
-
-
-def test_autograd_functions_run_in_the_input_part_for_they_may_exchange_gradients_with_other_devices() -> None:
-    torch.manual_seed(0)
-    first, second, apart = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
-    x = torch.randn(3, 4, requires_grad=True)
-
-    def outputs() -> list[torch.Tensor]:
-        return [torch.tanh(x @ Doubled.apply(first)) @ second, (second + Doubled.apply(apart)).square()]
-
-    seeds = [torch.randn(3, 4), torch.randn(4, 4)]
-    wanted = torch.autograd.grad(outputs(), [x, first, second, apart], seeds)
-    Doubled.runs.clear()
-    found, weights = input_part(list(zip(outputs(), seeds, strict=True)), [x])
-    assert len(Doubled.runs) == 2
-    assert all(leaf.grad is None for leaf in (first, second, apart))
-    weights.run(retain_graph=False)
-    assert len(Doubled.runs) == 2
-    for gradient, expected in zip([*found, first.grad, second.grad, apart.grad], wanted, strict=True):
-        assert gradient is not None
-        assert torch.equal(gradient, expected)
-
-
-def test_no_product_is_computed_in_both_parts() -> None:
-    depth = 4
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(depth)))
-    x = torch.randn(3, 6, requires_grad=True)
-    output = layers(x)
-    with Products() as early:
-        _, weights = input_part([(output, torch.ones_like(output))], [x])
-    with Products() as late:
-        weights.run(retain_graph=False)
-    assert (early.count, late.count) == (depth, depth)
-    assert not late.recorded
 
 
 def test_a_loss_of_no_parameter_is_refused_by_a_split_backward_too() -> None:

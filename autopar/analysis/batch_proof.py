@@ -295,7 +295,7 @@ class Walk:
 
         A micro-batch's mean has the weight of its own number of entries, which is not that of its samples.
         """
-        rule = bind(node, self._value)
+        rule = bind(node, self._value, self._size)  # inputs have the same number of samples
         if rule is None:
             return None
         averaged = [rule.sizes.get(index) for index, kind in rule.kinds.items() if kind is IndexKind.AVERAGED]
@@ -307,10 +307,10 @@ class Walk:
     def _followed(self, node: fx.Node, shapes: list[tuple[Size, ...]]) -> Sequence[State]:
         """The states of the results of an operator: by a special case along the batch dimension, or by its rule."""
         name = rule_name(node)
-        rule = bind(node, self._value)
+        rule = bind(node, self._value, self._size)  # inputs have the same number of samples
         if name is None or rule is None:
             return [Unproven(node, "has no rule")] * len(shapes)
-        call = OperatorCall(node, self._value)
+        call = OperatorCall(node, self._value, self._size)
         special = _positions(name, call, self._size) or self._along_batch(name, call, rule, shapes)
         if special is not None:
             return special

@@ -58,9 +58,14 @@ class Tail:
 
     def __call__(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """The model's flat outputs, from those of the Program's graph and the call's flat inputs: whole batches."""
+        place, values = self.placed(outputs, inputs)
+        return list(self.graph.code(place)(*values))
+
+    def placed(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.device, list[Any]]:
+        """Where the tail runs, which is where the outputs are, and what it reads there."""
         place = next((x.device for x in outputs if isinstance(x, torch.Tensor)), self.graph.captured)
         values = [(outputs if where == "output" else inputs)[index] for where, index in self.sources]
-        return list(self.graph.code(place)(*(x.to(place) if isinstance(x, torch.Tensor) else x for x in values)))
+        return place, [x.to(place) if isinstance(x, torch.Tensor) else x for x in values]
 
     def combinations(self, outputs: Sequence[OutputCombination]) -> list[OutputCombination]:
         """How each flat output of the model is combined. `outputs`: of the Program's graph."""

@@ -25,9 +25,12 @@ class PlacedGraph:
     def code(self, place: torch.device) -> Callable[..., Any]:
         """The graph's own code (`nn.Module.__call__` takes as long as a small graph) for inputs on `place`."""
         if place not in self._codes:
-            module = _with_tensors_on(place, on_device(self.module, self.captured, place))
-            self._codes[place] = with_direct_calls(module).forward
+            self._codes[place] = with_direct_calls(self.on(place)).forward
         return self._codes[place]
+
+    def on(self, place: torch.device) -> fx.GraphModule:
+        """The graph for inputs on `place`, to be run operator by operator."""
+        return _with_tensors_on(place, on_device(self.module, self.captured, place))
 
     @cached_property
     def _codes(self) -> dict[torch.device, Callable[..., Any]]:

@@ -38,8 +38,8 @@ class Bottleneck:
     stage: int
     devices: tuple[str, ...]
     busy: float  # share of the step in which its busiest device computes
-    bound: str  # compute, collectives, link, memory or bubble: the largest part of the step
-    # The step's parts, adding up to 1: compute, collectives (where there are some), link and bubble.
+    bound: str  # compute, collectives, link, whole batch, memory or bubble: the largest part of the step
+    # The step's parts, adding up to 1: compute, link and bubble; collectives and whole batch where there are some.
     shares: tuple[tuple[str, float], ...]
 
 
@@ -113,18 +113,21 @@ def explanation(
 
 
 def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
-    """The slowest stage of the busiest slot, and the step divided into its work, its collectives, waiting for links and
-    idle time."""
-    slot = max(range(len(timeline.busy)), key=lambda s: timeline.busy[s])
-    times = {stage: _stage_seconds(plan, stage) for stage in timeline.schedule.stages_of(slot)}
+    """The slowest stage of the busiest hardware, and the step divided into its work, its collectives, waiting for links
+    and for what runs on the whole batch, and idle time. Slots that share hardware work in turns."""
+    slots, stages_of = timeline.busiest, timeline.schedule.stages_of
+    times = {stage: _stage_seconds(plan, stage) for slot in slots for stage in stages_of(slot)}
     stage = max(times, key=lambda s: times[s])
     step = timeline.step_time or 1.0
-    busy = timeline.busy[slot] / step
+    busy = sum(timeline.busy[slot] for slot in slots) / step
     link = max(0.0, 1 - free.step_time / step)
     link = min(link, 1 - busy) if busy < 1 else 0.0
     exchanging = min(busy, exposed_communication(plan)[stage % plan.ranks] / step)
     collectives = (("collectives", exchanging),) if exchanging else ()
-    shares = (("compute", busy - exchanging), *collectives, ("link", link), ("bubble", max(0.0, 1 - busy - link)))
+    once = min((plan.whole_batch_time or 0.0) / step, max(0.0, 1 - busy - link))
+    whole_batch = (("whole batch", once),) if once else ()
+    bubble = max(0.0, 1 - busy - link - once)
+    shares = (("compute", busy - exchanging), *collectives, ("link", link), *whole_batch, ("bubble", bubble))
     bound = max(shares, key=lambda share: share[1])[0]
     return Bottleneck(stage, plan.stages[stage].devices, busy, bound, shares)
 
@@ -226,11 +229,10 @@ def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Cand
     rival = min(more, key=lambda c: c.timeline.step_time)
     free = rival.step.timeline(link_speed=float("inf"))
     work, own = (sum(candidate.step.timeline().busy) for candidate in (rival, chosen))
+    smaller = rival.arrangement.n_microbatches > chosen.arrangement.n_microbatches
+    slower = "devices slow each other down" + ", small micro-batches are less efficient" * smaller
     causes = [
-        (
-            work / own - 1 if own else 0.0,
-            "more work in total: devices slow each other down, small micro-batches are less efficient",
-        ),
+        (work / own - 1 if own else 0.0, f"more work in total: {slower}"),
         (rival.timeline.bubble, "of its devices' time idle"),
         (1 - free.step_time / rival.timeline.step_time, "of its step spent on links"),
     ]

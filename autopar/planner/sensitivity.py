@@ -35,10 +35,10 @@ def sensitivity(plan: Plan, step: PredictedStep | None = None) -> tuple[Change, 
         stages = tuple(at_other_speed(stage, **factors) for stage in plan.stages)
         other = step_of_plan(replace(plan, stages=stages))
         found += [Change(what, other.timeline().step_time)] if other is not None else []
-    for times in (2, 4) if plan.n_microbatches > 1 else ():
+    for times, part in ((2, "half"), (4, "quarter")) if plan.n_microbatches > 1 else ():
         if times * plan.n_microbatches * len(plan.stages) > _MOST_ACTIONS:
             break
         larger = step_of_plan(plan, batch_factor=times)
-        what = f"a batch {times} times as large, in {times} times the micro-batches"
+        what = f"a batch {times} times as large, in {times} times the micro-batches, per {part} of it"
         found += [Change(what, larger.timeline().step_time / times)] if larger is not None else []
     return tuple(found)

@@ -1,6 +1,8 @@
 """Where the time of the busiest device goes in a predicted step.
 
 | computing, with work done again, collectives and sends that it waits for | waiting | reduction | optimizer |
+
+What the caller does on the whole batch, meanwhile, is a part of its own and no waiting.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ def _(plan: Plan) -> dict[str, float]:
     if step is None:
         return {}
     timeline = step.timeline()
-    slot = max(range(timeline.schedule.n_slots), key=lambda one: timeline.busy[one])
-    actions = [event for event in timeline.events if event.slot == slot]
+    slots = timeline.busiest
+    actions = [event for event in timeline.events if event.slot in slots]
     parts = dict.fromkeys(("recomputing", "exchanging tensors within its stage"), 0.0)
     for event in actions:
         if event.action.phase is Phase.FORWARD:
@@ -31,9 +33,10 @@ def _(plan: Plan) -> dict[str, float]:
             parts["recomputing"] += max(0.0, own - exposed_again(stage)) if plan.training else 0.0
             parts["exchanging tensors within its stage"] += exposed_each(stage)
     computing = sum(event.end - event.start for event in actions) - sum(parts.values())
-    sends = sum(send.end - send.start for send in timeline.sends if send.slot == slot and not send.transfer.overlap)
-    finishes = [finish for finish in timeline.finishes if finish.slot == slot]
+    sends = sum(send.end - send.start for send in timeline.sends if send.slot in slots and not send.transfer.overlap)
+    finishes = [finish for finish in timeline.finishes if finish.slot in slots]
     once = sum(finish.reduced - finish.start for finish in finishes), sum(f.end - f.reduced for f in finishes)
     parts = {"computing": max(0.0, computing), **parts, "sending to other stages": sends}
     parts |= {"reducing gradients": once[0], "the optimizer": once[1]}
+    parts |= {"the whole batch": plan.whole_batch_time} if plan.whole_batch_time else {}
     return {**parts, "waiting for other stages": timeline.step_time - sum(parts.values())}

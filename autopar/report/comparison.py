@@ -8,7 +8,7 @@ from autopar.plan.display import shown
 from autopar.plan.made_by_hand import BY_HAND
 from autopar.plan.plan import Plan
 from autopar.report.plan_report.verdict import verdict
-from autopar.report.quantities import utilisation_text
+from autopar.report.quantities import count, utilisation_text
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from autopar.runtime.comparing.comparison import Comparison, Row, SystemRow
 from cost_models.measuring.intervals import Interval
@@ -55,9 +55,17 @@ def _comparison(comparison: Comparison) -> str:
 def plan_lines(comparison: Comparison) -> Iterator[str]:
     """What each plan does, and the names that did not run because they are the same plan."""
     for row in comparison.plans:
-        yield f"{row.name}: {verdict(row.plan)}{_by_hand(row.plan)}"
+        yield f"{row.name}: {verdict(row.plan)}{_by_hand(row.plan)}{_threads(comparison, row)}"
     for name, other in comparison.same.items():
         yield f"{name}: the same plan as {other}, which ran for both."
+
+
+def _threads(comparison: Comparison, row: Row) -> str:
+    """That the row ran the model itself with the caller's threads, unlike the first row."""
+    if row.threads is None:
+        return ""
+    how = f" It ran the model itself on {count(row.threads, 'thread')}, as many as the caller has set; "
+    return f"{how}'{comparison.single.name}' ran on those of one worker."
 
 
 def _by_hand(plan: Plan) -> str:

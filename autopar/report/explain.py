@@ -18,6 +18,7 @@ _BOUNDS = {
     "compute": "its own work",
     "collectives": "collectives among its devices",
     "link": "waiting for what other stages send",
+    "whole batch": "what runs once on the whole batch: the end of the model, or the loss",
     "memory": "memory: with more of it the search would choose another plan",
     "bubble": "waiting for the pipeline to fill and drain",
 }
@@ -25,6 +26,7 @@ _SPENT = {
     "compute": "computing",
     "collectives": "in collectives",
     "link": "waiting for what other stages send",
+    "whole batch": "on the whole batch, with the end of the model or the loss",
     "bubble": "waiting for the pipeline to fill and drain",
 }
 _SEEN = 0.005  # a smaller share of the step is not mentioned
@@ -108,7 +110,7 @@ def _most_helps(explained: Explanation, bottleneck: Bottleneck) -> str:
     """Sentences, behind a blank: the change that saves most of those that are shown, and what was not tried."""
     plan = explained.plan
     best = max(explained.helps, key=lambda change: change.gain(plan), default=None)
-    finer = plan.ranks > 1 and bottleneck.bound == "compute"
+    finer = plan.ranks > 1 and bottleneck.bound == "compute" and not plan.one_worker
     less = " A finer split of the model may take work off this stage." if finer else ""
     if untried_launch(plan):
         less += " launch='compiled' was not tried, which needs the model: Plan.load(path, model, devices, ...)."

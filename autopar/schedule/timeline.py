@@ -79,6 +79,14 @@ class Timeline:
         return max(0.0, 1 - sum(self.busy) / total) if total else 0.0  # rounding must not make it negative
 
     @cached_property
+    def busiest(self) -> tuple[int, ...]:
+        """The slots of the hardware that works most: several if they share it, and then work in turns."""
+        slots: dict[int, list[int]] = defaultdict(list)
+        for slot, place in enumerate(self.hardware or range(self.schedule.n_slots)):
+            slots[place].append(slot)
+        return tuple(max(slots.values(), key=lambda some: sum(self.busy[slot] for slot in some)))
+
+    @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """The most pairs of a stage and a micro-batch that each slot holds at a time."""
         return tuple(self.schedule.in_flight(slot) for slot in range(self.schedule.n_slots))

@@ -600,3 +600,23 @@ def test_memory_that_is_used_again_is_not_taken_for_a_view() -> None:
     storages = study(program, [x]).storages
     results = [storages[node.name] for node in program.graph.nodes if node.op == "call_function"]
     assert len(set(results)) == len(results) == 12
+
+
+class TwoInputs(nn.Module):
+    """Samples take rows of their own by indices that are another input: a graph with symbols of its own for their
+    number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.a(x)
+        index = index[..., None].expand(-1, -1, 8)
+        return h.gather(1, index), torch.zeros_like(h).scatter_add(1, index, h[:, : index.shape[1]])
+
+
+def test_inputs_have_the_same_number_of_samples() -> None:
+    batching = studied(TwoInputs(), torch.randn(BATCH, 5, 4), torch.randint(5, (BATCH, 3)))
+    assert batching.splittable
+    assert batching.unproven == ""

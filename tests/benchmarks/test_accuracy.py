@@ -100,12 +100,12 @@ def test_a_plan_with_two_names_counts_once() -> None:
     assert counted[1] == "1"
 
 
-@pytest.mark.parametrize("as_predicted", [True, False])
-def test_the_model_itself_on_other_threads_than_its_prediction_is_for_has_no_error(as_predicted: bool) -> None:
+@pytest.mark.parametrize("threads", [None, 2])
+def test_the_model_itself_on_other_threads_than_its_prediction_is_for_has_no_error(threads: int | None) -> None:
     found = comparison(1.05, 1.0)
-    itself = replace(found.plans[1], plan=plan(ALONE, 1, 1.0), steps=(0.5,), as_predicted=as_predicted)
+    itself = replace(found.plans[1], plan=plan(ALONE, 1, 1.0), steps=(0.5,), threads=threads)
     steps = {s.plan: s for s in steps_of_comparison("net", replace(found, plans=(found.plans[0], itself)))}
-    assert (steps[AUTOMATIC].expected is None) == (not as_predicted)
+    assert (steps[AUTOMATIC].expected is None) == (threads is not None)
 
 
 def test_the_plain_model_is_no_other_name_of_a_plan_that_runs_the_model_itself() -> None:

@@ -18,6 +18,7 @@ from autopar import Cluster, Plan
 from autopar.analysis.example import Example, example_ahead
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.whole_batch import WholeBatch
+from autopar.plan.display import step_parts
 from autopar.planner.predict import predict_plan
 from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search import make_plan
@@ -117,6 +118,20 @@ def test_a_price_is_that_of_the_kernels_of_the_code() -> None:
     (once,), (twice,) = set(one.values()), set(two.values())
     assert 1.5 < twice / once < 2.5
     assert kernels * 1e-6 < once < kernels * 50e-6  # launches bound it
+
+
+@pytest.mark.slow
+def test_an_explanation_tells_it_from_waiting() -> None:
+    costs = estimate_costs(example(1), CLUSTER)
+    plan = make_plan(replace(costs, whole_batch=dict.fromkeys(costs.whole_batch, 1.0)), SearchOptions(n_microbatches=4))
+    bottleneck = plan.explain().bottleneck
+    assert bottleneck is not None
+    assert bottleneck.bound == "whole batch"
+    assert sum(share for _, share in bottleneck.shares) == pytest.approx(1.0)
+    assert "what runs once on the whole batch" in " ".join(str(plan.explain()).split())
+    parts = step_parts(plan)
+    assert parts["the whole batch"] == 1.0
+    assert sum(parts.values()) == pytest.approx(plan.predicted_step_time)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import autopar
 from autopar import Plan
 from autopar.costs import operator_passes
 from autopar.costs.python_overhead import PythonOverhead
+from autopar.plan.display import step_parts
 from autopar.planner.predicted_step import ONE_WORKER, step_of_plan
 from autopar.runtime.planning import action_overhead
 from autopar.runtime.planning.action_overhead import measured_once, python_overhead
@@ -212,6 +213,10 @@ def test_a_pipeline_that_one_worker_runs_takes_all_of_its_actions_in_turn(monkey
     step = step_of_plan(Plan.from_json(plan.to_json()))  # so do the predictions of a plan that was saved
     assert step is not None
     assert step.timeline().step_time == pytest.approx(plan.predicted_step_time)
+    shares = dict(plan.explain().bottleneck.shares)  # the worker waits for nothing but links
+    assert shares["compute"] + shares["link"] == pytest.approx(1.0)
+    assert "finer split" not in str(plan.explain())
+    assert step_parts(plan)["waiting for other stages"] <= sent
 
 
 @pytest.mark.slow

@@ -71,6 +71,42 @@ def test_a_nan_in_gradients_names_stage_and_micro_batch() -> None:
     assert "in the backward of stage 0" in "\n".join(caught.value.__notes__)
 
 
+class Compared(nn.Module):
+    """Its end compares all samples, and takes a logarithm of them. `shift` makes it one of a negative number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor, shift: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.last(torch.relu(self.first(x)))
+        scores = (x @ x.T).square() + 1
+        return {"loss": nn.functional.cross_entropy((scores + shift).log(), target)}
+
+
+def call_of_compared(shift: float = 0.0, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.ones(4, 4), torch.arange(first, first + 4), torch.tensor(shift)
+
+
+def test_a_nan_of_the_end_of_the_model_is_named_too() -> None:
+    pm = watched(Compared())
+    pm(*call_of_compared())
+    with pytest.raises(
+        NotANumberError, match=r"aten.log.default in module .*test_watching.py:\d+\) in the end of the model"
+    ):
+        pm(*call_of_compared(shift=-1e6))
+
+
+def test_an_error_in_the_end_of_the_model_names_the_line_of_the_model() -> None:
+    pm = watched(Compared())
+    pm(*call_of_compared())
+    with pytest.raises(IndexError, match="out of bounds") as caught:
+        pm(*call_of_compared(first=2))
+    (note,) = caught.value.__notes__
+    assert "in the end of the model, which runs on the whole batch, at aten.cross_entropy_loss" in note
+    assert "nn.functional.cross_entropy((scores + shift).log(), target)" in note
+
+
 def test_infinities_pass_since_masks_are_made_of_them() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -42,8 +42,9 @@ def longest_path(case: Case) -> float:
                 after(action._replace(phase=F), action)
             if action.phase is not F:
                 graph.add_edge("all forwards", action, weight=0.0)
-            elif schedule.training and case.barrier is not None:
+            elif case.barrier is not None:
                 after(action, "all forwards", case.barrier)
+                graph.add_edge("all forwards", "end", weight=0.0)
     carried: dict[tuple[int, int], tuple[object, float]] = {}  # by link: its last transfer so far
     for slot, table in enumerate(schedule.actions):
         for action in table:

@@ -37,20 +37,29 @@ def quotient(a: Size, b: Size) -> Size | None:
     return ratio if all(c.is_Integer for c in sympy.Poly(ratio).coeffs()) else None
 
 
-def shape_of(value: Any) -> tuple[Size, ...] | None:
-    """The shape of a tensor, () of a number, None of anything else."""
+def unchanged(size: Size) -> Size:
+    """The size itself."""
+    return size
+
+
+def shape_of(value: Any, renamed: Callable[[Size], Size] = unchanged) -> tuple[Size, ...] | None:
+    """The shape of a tensor, () of a number, None of anything else. `renamed`: called with every size."""
     if isinstance(value, torch.Tensor):
-        return tuple(map(size_of, value.shape))
+        return tuple(renamed(size_of(size)) for size in value.shape)
     return () if isinstance(value, (int, float, bool, complex, *torch.types.py_sym_types)) else None
 
 
 class OperatorCall:
     """The arguments of `node` by the names of its schema, including defaults.
 
-    `value_of`: the tensor (or fake tensor) or number that a node computes.
+    `value_of`: the tensor (or fake tensor) or number that a node computes. `renamed`: the size that stands for another
+    one, as of several symbols that are the same number in every call.
     """
 
-    def __init__(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> None:
+    def __init__(
+        self, node: fx.Node, value_of: Callable[[fx.Node], Any], renamed: Callable[[Size], Size] = unchanged
+    ) -> None:
+        self._renamed = renamed
         self.name = str(node.target.overloadpacket.__name__)  # type: ignore[union-attr]
         self._arguments: dict[str, Any] = {}  # by parameter: nodes and constants
         self._types: dict[str, str] = {}
@@ -64,7 +73,7 @@ class OperatorCall:
         result = value_of(node)
         self.results = list(result) if isinstance(result, (tuple, list)) else [result]
         self.output_shapes = [
-            shape for r in self.results if isinstance(r, torch.Tensor) and (shape := shape_of(r)) is not None
+            shape for r in self.results if isinstance(r, torch.Tensor) and (shape := shape_of(r, renamed)) is not None
         ]
 
     def _value(self, argument: Any) -> Any:
@@ -79,14 +88,14 @@ class OperatorCall:
     def __getitem__(self, name: str) -> Any:
         """The value of an argument: a tensor, or sizes as ints or expressions."""
         value = self._value(self._arguments[name])
-        return [size_of(v) for v in value] if isinstance(value, list) else size_of(value)
+        return [self._renamed(size_of(v)) for v in value] if isinstance(value, list) else self._renamed(size_of(value))
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if self.has(name) else default
 
     def shape(self, name: str) -> tuple[Size, ...]:
         """The shape of an operand that must be present."""
-        shape = shape_of(self[name])
+        shape = shape_of(self[name], self._renamed)
         assert shape is not None
         return shape
 
@@ -118,9 +127,9 @@ class OperatorCall:
         for name in filter(self._takes_operands, self._arguments):
             argument = self._arguments[name]
             if "List[" in self._types[name]:
-                result += [(item, shape_of(self._value(item))) for item in argument or []]
+                result += [(item, shape_of(self._value(item), self._renamed)) for item in argument or []]
             else:
-                result.append((argument, shape_of(self._value(argument))))
+                result.append((argument, shape_of(self._value(argument), self._renamed)))
         return result
 
     @property

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from autopar.analysis.rules import arithmetic, indexing, neural, views
-from autopar.analysis.rules.calls import Maker, OperatorCall
-from autopar.analysis.rules.notation import MisfitError, Rule, read
+from autopar.analysis.rules.calls import Maker, OperatorCall, unchanged
+from autopar.analysis.rules.notation import MisfitError, Rule, Size, read
 
 RULES: dict[str, str | Maker] = {**arithmetic.RULES, **indexing.RULES, **neural.RULES, **views.RULES}
 
@@ -32,16 +32,21 @@ def recorded(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def bind(node: fx.Node, value_of: Callable[[fx.Node], Any] = recorded) -> Rule | None:
+def bind(
+    node: fx.Node,
+    value_of: Callable[[fx.Node], Any] = recorded,
+    renamed: Callable[[Size], Size] = unchanged,
+) -> Rule | None:
     """The rule of `node` for its shapes and arguments; None without one.
 
-    `value_of`: the tensor (or fake tensor) or number that a node computes; only shapes and types are used.
+    `value_of`: the tensor (or fake tensor) or number that a node computes; only shapes and types are used. `renamed`:
+    as for `OperatorCall`.
     """
     name = rule_name(node)
     maker = None if name is None else RULES.get(name)
     if maker is None:
         return None
-    call = OperatorCall(node, value_of)
+    call = OperatorCall(node, value_of, renamed)
     stated = maker if isinstance(maker, str) else maker(call)
     if stated is None:
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.analysis.example import ABOUT_WHOLE_BATCH
 from autopar.costs.history import costs_of
-from autopar.plan.plan import ONE_DEVICE
+from autopar.plan.plan import ONE_DEVICE, ONE_MICROBATCH
 from autopar.planner.change import Change
 from autopar.planner.device_memory import OWNERS, DeviceMemory
 from autopar.planner.explain import PER_HALF
@@ -42,7 +43,8 @@ def summary(subject: Subject) -> Section:
     """The section that a reader sees first."""
     blocks: list[Block] = [Figures(tuple(_figures(subject)))]
     if subject.plan.predicted_step_time is None:
-        why = "; ".join(subject.plan.notes) or "it was made by hand, and nothing has priced it"
+        reasons = [note for note in subject.plan.notes if not note.startswith((*ABOUT_WHOLE_BATCH, ONE_MICROBATCH))]
+        why = "; ".join(reasons) or "it was made by hand, and nothing has priced it"
         what = "what it takes and holds" if subject.measured is None else "what its devices hold, and what bounds it,"
         until = "until autopar.plan(model, devices, plan=plan, ...) prices it"
         blocks.append(Paragraph(f"This plan has no predictions ({why}): {what} is unknown {until}.", strong=True))

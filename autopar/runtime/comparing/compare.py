@@ -125,7 +125,7 @@ def _run_comparison(
                 seconds,
                 predicted_memory(c.plan, devices),
                 measured_memory(c, example, devices),
-                c.plan is plain or runs_as_predicted(c.plan, devices, callers),
+                None if c.plan is plain or runs_as_predicted(c.plan, devices, callers) else callers,
             )
             for c, seconds in zip(ready, steps, strict=False)  # those of other systems come after
         ]

@@ -35,7 +35,7 @@ class Row:
     steps: tuple[float, ...]  # s, one per round
     predicted_memory: Mapping[str, int]  # bytes at the peak
     measured_memory: Mapping[str, int]  # bytes at the peak
-    as_predicted: bool = True  # False: operators ran on other threads than the prediction is for
+    threads: int | None = None  # of operators, where they are the caller's and not those that the prediction is for
 
     @property
     def predicted(self) -> float | None:
@@ -56,7 +56,7 @@ class Row:
     def error(self) -> float | None:
         """Error of the prediction, relative to the measured time; above 0 where the step was faster than predicted.
         None also where the step ran with other threads than the prediction is for."""
-        return self.predicted / self.measured - 1 if self.predicted is not None and self.as_predicted else None
+        return self.predicted / self.measured - 1 if self.predicted is not None and self.threads is None else None
 
 
 @dataclass(frozen=True)

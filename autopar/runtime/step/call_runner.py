@@ -25,6 +25,7 @@ from autopar.runtime.signatures.known import Signatures
 from autopar.runtime.signatures.loss_splits import check_trains, checked_loss
 from autopar.runtime.step import autograd
 from autopar.runtime.step.call import PipelineCall
+from autopar.runtime.step.error_context import run_tail
 from autopar.runtime.step.outputs import scalars_at_inputs
 from autopar.runtime.step.run import Run
 from autopar.runtime.step_recorder import StepRecorder
@@ -75,7 +76,7 @@ class CallRunner:
             self._remember_plain(call, bound)
             return self.plain_call(call)
         if tail is not None:
-            results = tail(results, bound.leaves)
+            results = run_tail(tail, results, bound.leaves, watch_nan=bound.signature.executable.watch_nan)
         return torch_private.tree_unflatten(list(placed(results, bound.leaves)), program.out_spec)
 
     def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
+from autopar.analysis.batch_tail import Tail
 from autopar.capture.node_names import describe, described_with_code
 from autopar.errors import InputError, NotANumberError
 from autopar.runtime.stages.stage_replica import StageReplica
@@ -39,21 +40,45 @@ def in_words(error: Exception) -> Exception:
 def add_context(error: Exception, replica: StageReplica, phase: Phase, microbatch: int) -> None:
     """Add the stage, the micro-batch and the line of the user's model that an error came from."""
     stage = f"stage {replica.stage.index} ({replica.worker.device.name})"
-    note = f"in the {PHASE_NAMES[phase]} of {stage}, micro-batch {microbatch}"
-    names = {node.name: node for node in replica.stage.module.graph.nodes}
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
-        node = names.get(line.partition(" ")[0])
-        if node is not None and trace.tb_frame.f_locals.get("self") in (replica.module, replica.code):
-            note += f", at {described_with_code(node)}"
-        trace = trace.tb_next
-    error.add_note(note)
+    place = _operator_of(error, replica.stage.module.graph, (replica.module, replica.code))
+    error.add_note(f"in the {PHASE_NAMES[phase]} of {stage}, micro-batch {microbatch}{place}")
     if _out_of_memory(error):
         error.add_note(_memory_note(replica))
     elif _is_asynchronous(error):
         error.add_note(_ASYNCHRONOUS)
+
+
+def run_tail(tail: Tail, outputs: Sequence[Any], inputs: Sequence[Any], *, watch_nan: bool) -> list[Any]:
+    """`tail(outputs, inputs)`. Errors name the line of the user's model, and a NaN its operator with `watch_nan`."""
+    try:
+        found = tail(outputs, inputs)
+    except Exception as error:
+        place, _ = tail.placed(outputs, inputs)
+        code = getattr(tail.graph.code(place), "__self__", None)
+        error.add_note(f"in the {_END_OF_MODEL}{_operator_of(error, tail.graph.module.graph, (code,))}")
+        raise
+    if watch_nan and any(map(_has_nan, found)):
+        place, values = tail.placed(outputs, inputs)
+        if not any(map(_has_nan, values)):
+            _raise_for_nan(tail.graph.on(place), values, f" in the {_END_OF_MODEL}")
+    return found
+
+
+_END_OF_MODEL = "end of the model, which runs on the whole batch"
+
+
+def _operator_of(error: Exception, graph: fx.Graph, modules: Sequence[Any]) -> str:
+    """`, at ` with the operator of `graph` and the user's lines, if the code of one of `modules` raised the error."""
+    names = {node.name: node for node in graph.nodes}
+    trace, found = error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+        node = names.get(line.partition(" ")[0])
+        if node is not None and trace.tb_frame.f_locals.get("self") in modules:
+            found += f", at {described_with_code(node)}"
+        trace = trace.tb_next
+    return found
 
 
 _ASYNCHRONOUS = (
@@ -103,13 +128,16 @@ def check_not_nan(values: Sequence[Any], replica: StageReplica, inputs: Sequence
         )
     if any(_has_nan(value) for value in inputs):
         raise NotANumberError("the model's inputs have NaN")
-    finder = _NanFinder(replica.module)
+    _raise_for_nan(replica.module, inputs)
+
+
+def _raise_for_nan(module: fx.GraphModule, inputs: Sequence[Any], where: str = "") -> NoReturn:
+    """Raise NotANumberError, which names the first operator of a graph that made a NaN. `where`: the graph is."""
+    finder = _NanFinder(module)
     with torch.no_grad():
         finder.run(*inputs)
-    where = (
-        describe(finder.first) if finder.first is not None else "an operator that made none when the stage ran again"
-    )
-    raise NotANumberError(f"NaN first came out of {where}")
+    first = describe(finder.first) if finder.first is not None else "an operator that made none when it ran again"
+    raise NotANumberError(f"NaN first came out of {first}{where}")
 
 
 def _has_nan(value: Any) -> bool:

@@ -77,10 +77,9 @@ def shards_at_hand(
     return AtHand(costs, MeshChoices(meshes, max_shards, progress))
 
 
-def with_shard_notes(plan: Plan, at_hand: AtHand) -> Plan:
-    """`plan` with a note where its meshes gain no time, or where it could have none."""
-    notes = list(at_hand.notes)
-    shards = at_hand.costs.shards
+def with_shard_notes(plan: Plan, costs: CostGraph, others: Sequence[str] = ()) -> Plan:
+    """`plan` with a note where its meshes gain no time, and with `others`: why it could have none."""
+    notes, shards = list(others), costs.shards
     meshes = [stage.devices[: stage.shards] for stage in plan.stages if stage.shards > 1]
     if shards is not None and any(shards.turns(devices) > 1 for devices in meshes):
         notes.append(ONE_AFTER_ANOTHER)

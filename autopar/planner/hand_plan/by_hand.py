@@ -127,7 +127,7 @@ def plan_by_hand_for_workers(
     plan = plan_by_hand(example, cluster, options, wanted, progress, problems=problems)
     names = dict(zip(plan.devices, (worker.name for worker in workers), strict=True))
     stages = tuple(replace(stage, devices=tuple(names[d] for d in stage.devices)) for stage in plan.stages)
-    why = "the shards of CPU workers run one after another"
+    why = "its strategies were chosen by the prices of as many H100"
     alone = replace(plan, stages=stages, devices=tuple(names.values())).without_predictions(why)
     kinds = tuple(worker.kind for worker in workers)
     work = None if plan.work is None else replace(plan.work, least_time=None)  # that of the H100

@@ -33,7 +33,7 @@ from autopar.analysis.operators import (
 from autopar.capture.node_names import module_path, source_line
 from autopar.capture.program import Program
 from autopar.costs.compiled import CompiledRatio
-from autopar.costs.cost_table import CostSource, CostTable, Progress
+from autopar.costs.cost_table import CostSource, CostTable, OnWholeBatch, Progress
 from autopar.costs.device_group import DeviceGroup, StageConfiguration
 from autopar.costs.operator_cost import OperatorCost, Weight, operator_costs
 from autopar.costs.python_overhead import NOT_MEASURED, PythonOverhead
@@ -69,8 +69,8 @@ class CostGraph:
     ranks: RankCosts | None = None  # of one process a device; None: workers of one process, or a planned cluster
     # By device kind, for stages that run compiled on single devices; `tables` are those of captured stages.
     compiled: Mapping[str, CompiledRatio] = field(default_factory=dict)
-    # By device kind, s once a step of what the caller does on the whole batch (`whole_batch.py`); {}: nothing.
-    whole_batch: Mapping[str, float] = field(default_factory=dict)
+    # By device kind, what the caller does once a step on the whole batch (`whole_batch.py`); {}: nothing.
+    whole_batch: Mapping[str, OnWholeBatch] = field(default_factory=dict)
     # Tells what a plan's devices hold; None: only the formula of the search does.
     rehearsal: StepRehearsal | None = field(default=None, repr=False, compare=False)
 
@@ -85,6 +85,11 @@ class CostGraph:
         if self.recipe is not None:
             return self.recipe.overlap
         return replace(OVERLAP_AT_HAND, sends=self.ranks is None or not self.ranks.exchanges)
+
+    @property
+    def least_on_whole_batch(self) -> float:
+        """Seconds once a step on the whole batch, at least."""
+        return min((one.seconds for one in self.whole_batch.values()), default=0.0)
 
     @cached_property
     def operators(self) -> Mapping[str, OperatorCost]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from autopar.analysis.checked_loss import checked_loss
 from autopar.analysis.loss import title_of
 from autopar.analysis.loss_objects import restored
 from autopar.capture import torch_private
@@ -34,6 +35,14 @@ class Seconds(NamedTuple):
     forward: np.ndarray  # [nodes]
     backward: np.ndarray  # [nodes]
     loss: np.ndarray  # [2] forward and backward
+
+
+class OnWholeBatch(NamedTuple):
+    """What a step does once on the whole batch, forward and backward."""
+
+    seconds: float
+    nbytes: int  # at its highest moment, beside the outputs that it starts from
+    outputs: int  # bytes of these outputs, of the whole batch
 
 
 @dataclass(frozen=True)
@@ -188,8 +197,8 @@ class CostSource(Protocol):
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         """Seconds on every device kind, at several micro-batch sizes."""
 
-    def whole_batch(self) -> Mapping[str, float]:
-        """By device kind, seconds of what a step does once on the whole batch; {}: nothing, as far as is known."""
+    def whole_batch(self) -> Mapping[str, OnWholeBatch]:
+        """By device kind, what a step does once on the whole batch; {}: nothing, as far as is known."""
 
     def notes(self) -> tuple[str, ...]:
         """What a plan has to say about the seconds, once they are known."""
@@ -248,8 +257,8 @@ class Calls:
             device = device_of(outputs)
             target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)
             if device.type == "meta":
-                return _without_values(loss_fn, beside, output, target)
-            return loss_fn(output, target)
+                return checked_loss(_without_values(loss_fn, beside, output, target), loss_fn, output)
+            return checked_loss(loss_fn(output, target), loss_fn, output)
 
         return loss
 

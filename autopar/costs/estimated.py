@@ -23,11 +23,20 @@ from autopar.capture.repeated_layers.fold import fold
 from autopar.capture.uncaptured import uncaptured
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import SILENT, Calls, CostTable, HostTimes, LossNeedsValues, Progress, Seconds
+from autopar.costs.cost_table import (
+    SILENT,
+    Calls,
+    CostTable,
+    HostTimes,
+    LossNeedsValues,
+    OnWholeBatch,
+    Progress,
+    Seconds,
+)
 from autopar.costs.fusion import Fusion
 from autopar.costs.recipe import USUAL, Recipe
 from autopar.costs.step_rehearsal import StepRehearsal
-from autopar.costs.whole_batch import WholeBatch
+from autopar.costs.whole_batch import WholeBatch, priced
 from autopar.errors import InputError, first_line, warn
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
@@ -178,26 +187,22 @@ class Estimated:
     def _fusion(self) -> Fusion | None:
         return Fusion(self._module, self._folded, self._graded) if self.recipe.fuses else None
 
-    def whole_batch(self) -> dict[str, float]:
+    def whole_batch(self) -> dict[str, OnWholeBatch]:
         """Nothing, with a note, where it needs values."""
-        if self._whole_batch is None:
-            return {}
-        try:
-            meta = self._whole_batch.on_meta()
-            outputs = meta.outputs(META)
-            with torch.set_grad_enabled(self._training):
-                _, work = count_call(lambda *flat: meta.roots(flat, meta.leaves), tuple(outputs))
-        except (LossNeedsValues, RuntimeError) as error:
-            self._known.notes[self._whole_batch.left_out(error)] = None
-            return {}
-        return {kind: self._of_call(work, spec) for kind, spec in self.cluster.specs.items()}
+        found, notes = priced(self._whole_batch, self._on_whole_batch)
+        self._known.notes.update(dict.fromkeys(notes))
+        return found
 
-    def _of_call(self, work: OperatorWork, spec: DeviceSpec) -> float:
-        """Seconds of code that is called by itself, forward and backward."""
-        whole = price(work, rates_of(spec, self.recipe.host(spec)), efficiency_of(spec))
-        costs = self.recipe.loss_host(spec)
-        ahead, behind = (0.0, 0.0) if costs is None else _launching(work, costs)
-        return overlapped_seconds(whole.forward_seconds, ahead) + overlapped_seconds(whole.backward_seconds, behind)
+    def _on_whole_batch(self, whole: WholeBatch) -> dict[str, OnWholeBatch]:
+        work, found = whole.work(), {}
+        for kind, spec in self.cluster.specs.items():
+            kernels = price(work, rates_of(spec, self.recipe.host(spec)), efficiency_of(spec))
+            costs = self.recipe.loss_host(spec)
+            ahead, behind = (0.0, 0.0) if costs is None else _launching(work, costs)
+            forward = overlapped_seconds(kernels.forward_seconds, ahead)
+            backward = overlapped_seconds(kernels.backward_seconds, behind)
+            found[kind] = OnWholeBatch(forward + backward, *whole.memory(spec.device_type))
+        return found
 
     def notes(self) -> tuple[str, ...]:
         return tuple(self._known.notes)

@@ -20,14 +20,15 @@ from autopar.analysis.operators import on_device
 from autopar.capture.program import Program
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
+from autopar.costs.cost_table import SILENT, Calls, CostTable, LossNeedsValues, OnWholeBatch, Progress
 from autopar.costs.measured_tables import tables_of
 from autopar.costs.operator_passes import Measuring
 from autopar.costs.rank_costs import RankMeasurements, measured_links, rank_costs
 from autopar.costs.shard_costs import measure_shards, measure_shards_of_ranks
 from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
-from autopar.costs.whole_batch import WholeBatch
+from autopar.costs.whole_batch import WholeBatch, priced
+from autopar.errors import first_line
 from autopar.lower.size_values import values_of_sizes
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
@@ -82,7 +83,7 @@ class Measured:
         self._autocasts = autocasts(d.torch_device.type for d in self.devices)
         self._spread = 0.0  # the largest of all measurements
         self._too_large: list[tuple[str, int]] = []  # kind of device, samples
-        self._left_out = ""  # what runs on the whole batch and could not be measured
+        self._left_out: list[str] = []  # notes of what runs on the whole batch and has no price
         self._ranks = ranks
         self.process_links: ProcessLinks | None = None  # of ranks, once they are measured
 
@@ -146,28 +147,31 @@ class Measured:
     def _on_ranks(self, ranks: RankMeasurements, device: Device, workers: int, rows: int) -> GraphTimes:
         return ranks.passes(_on_one_machine(ranks, self.devices, device.kind)[:workers], workers, rows)
 
-    def whole_batch(self) -> dict[str, float]:
+    def whole_batch(self) -> dict[str, OnWholeBatch]:
         """With the threads of the caller, whose workers wait then."""
-        if self._whole_batch is None:
-            return {}
-        found: dict[str, float] = {}
+        found, notes = priced(self._whole_batch, self._on_whole_batch)
+        self._left_out += notes
+        return found
+
+    def _on_whole_batch(self, whole: WholeBatch) -> dict[str, OnWholeBatch]:
+        found: dict[str, OnWholeBatch] = {}
         for device in self.devices:
             if device.kind in found:
                 continue
             autocast = self._autocasts[device.torch_device.type]
-            key = signature_key(
-                "whole batch", self._whole_batch.signature, device.kind, torch.get_num_threads(), autocast.signature
-            )
-            known = self._cache.get(key, _seconds_from_json) if self._cache is not None else None
+            facts = device.kind, torch.get_num_threads(), autocast.signature
+            key = signature_key("whole batch", whole.signature, *facts)
+            seconds = self._cache.get(key, _seconds_from_json) if self._cache is not None else None
+            if seconds is None:
+                seconds = whole.seconds(device.torch_device, autocast)
+                if self._cache is not None:
+                    self._cache.put(key, seconds)
             try:
-                found[device.kind] = (
-                    self._whole_batch.seconds(device.torch_device, autocast) if known is None else known
-                )
-            except Exception as error:  # of the user's loss, or memory for the whole batch
-                self._left_out = self._whole_batch.left_out(error)
-                return {}
-            if self._cache is not None and known is None:
-                self._cache.put(key, found[device.kind])
+                memory = whole.memory(autocast.device_type, autocast.dtype)
+            except (LossNeedsValues, RuntimeError) as error:
+                memory = 0, 0
+                self._left_out.append(f"memory leaves out what runs on the whole batch: {first_line(error)}")
+            found[device.kind] = OnWholeBatch(seconds, *memory)
         return found
 
     def notes(self) -> tuple[str, ...]:
@@ -176,7 +180,7 @@ class Measured:
             f"{rows} samples at once do not fit the memory of {kind}: their seconds are predicted from those of fewer"
             for kind, rows in dict.fromkeys(self._too_large)  # on one GPU, and on several at once
         ]
-        notes += [self._left_out] if self._left_out else []
+        notes += dict.fromkeys(self._left_out)
         on_cpu = any(device.torch_device.type == "cpu" for device in self.devices)
         if not on_cpu or waiting_is_known():
             return tuple(notes)

@@ -13,6 +13,7 @@ from autopar.analysis.example import Example
 from autopar.analysis.operators import on_device
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.cost_table import Calls
+from autopar.costs.whole_batch import WholeBatch
 from autopar.plan.step_work import StepWork
 from cost_models import Cluster, Device
 from cost_models.graphs import on_meta, private_copy
@@ -20,7 +21,7 @@ from cost_models.hardware.device_specs import DeviceSpec, data_sheet_of, rates_o
 from cost_models.hardware.devices import gpu_of
 from cost_models.kernels.autocast_casts import AutocastCasts
 from cost_models.kernels.efficiency_curves import CONVOLUTIONS
-from cost_models.kernels.operator_work import count
+from cost_models.kernels.operator_work import OperatorWork, count
 
 ByPeak = Mapping[tuple[torch.dtype, bool], float]
 """FLOPs by what their peak depends on: the dtype of the products, and whether these are convolutions."""
@@ -42,11 +43,13 @@ def model_flops(example: Example, device_type: str | None = None) -> ByPeak:
     casts: AbstractContextManager[object] = nullcontext() if device_type is None else AutocastCasts(device_type)
     with casts:
         work = count(folded.module, rows, training=example.training, inputs=calls.inputs(rows))
+        end = None if example.batching.tail is None else WholeBatch.of(replace(example, loss=None, loss_split=None))
+        of_end = OperatorWork((), ()) if end is None else end.work()
     found: dict[tuple[torch.dtype, bool], float] = defaultdict(float)
-    for name, one in work.items():
+    for one, copies in (*((one, folded.copies.get(name, 1)) for name, one in work.items()), (of_end, 1)):
         for kernel in (*one.forward, *one.backward):
             if kernel.flops:
-                found[kernel.dtype, kernel.kind in CONVOLUTIONS] += kernel.flops * folded.copies.get(name, 1)
+                found[kernel.dtype, kernel.kind in CONVOLUTIONS] += kernel.flops * copies
     return dict(found)
 
 

@@ -198,7 +198,7 @@ def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
         _links(costs),
         memory,
         graph,
-        costs.whole_batch,
+        {kind: one.seconds for kind, one in costs.whole_batch.items()},
     )
 
 

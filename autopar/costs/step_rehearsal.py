@@ -9,7 +9,7 @@ the last one are those of a step. Equal stages, and stages that occur in several
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,6 @@ from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.costs.cost_table import Calls, LossNeedsValues
-from autopar.costs.whole_batch import WholeBatch
 from autopar.errors import first_line
 from autopar.lower.device_values import GROUP, KEPT
 from autopar.lower.rerun_groups import rerunning
@@ -38,7 +37,6 @@ from cost_models.graphs import Loss, get_attribute, on_meta, storage_key, tensor
 from cost_models.hardware.devices import Device
 from cost_models.measuring.autocast import Autocast, autocasts
 from cost_models.measuring.convolution_workspaces import workspaces_on
-from cost_models.memory.call_memory import call_memory
 from cost_models.memory.micro_batch_memory import (
     MicroBatchMemory,
     PassConditions,
@@ -93,19 +91,16 @@ class StepRehearsal:
         threads: Mapping[str, int] | None = None,
         gpus: Mapping[str, torch.device] | None = None,
         places: Mapping[str, torch.device] | None = None,
-        whole_batch: WholeBatch | None = None,
     ) -> None:
         """`device_types`: device kind -> "cpu" or "cuda". `loss_inside`: micro-batches have losses of their own; else
         the caller computes it on the outputs of the whole batch. `autocasts`: by device type, what steps run under;
         None: off. `threads`: of operators on a CPU, by device kind; several where they are not known. `gpus`: by device
         kind, a GPU at hand, on which convolutions run to see their workspaces. `places`: of devices at hand, by name,
-        where their tensors lie. `whole_batch`: what the caller does on the whole batch, as far as is known."""
+        where their tensors lie."""
         self.program, self.batching, self.training = program, batching, training
         self.device_types = device_types
         self._autocasts, self._threads, self._gpus = autocasts or {}, threads or {}, gpus or {}
         self.loss_inside = loss_inside
-        self._whole_batch = None if whole_batch is None else whole_batch.on_meta()
-        self._of_whole_batch: dict[tuple[str, tuple[Any, ...]], int] = {}  # by device type and outputs
         self._places = places or {}
         self._lie_on = tuple(x.device if isinstance(x, torch.Tensor) else None for x in leaves)
         target = torch_private.tree_map(on_meta, target)
@@ -142,7 +137,6 @@ class StepRehearsal:
             threads=threads,
             gpus=gpus,
             places=places,
-            whole_batch=WholeBatch.of(example),
         )
 
     @classmethod
@@ -311,47 +305,22 @@ class StepRehearsal:
     # -- the whole batch --------------------------------------------------------------------------------------------
 
     def whole_outputs(self, lowered: Lowered, rows: int, kind: str) -> list[TensorSpec]:
-        """The tensors among the outputs of the graph for the whole batch, joined from micro-batches of `rows`."""
-        return [value for value in self._joined(lowered, rows, kind) if isinstance(value, TensorSpec)]
-
-    def whole_batch_bytes(self, lowered: Lowered, rows: int, kind: str) -> int:
-        """Bytes of what the caller does on the whole batch, at its highest moment, beside the outputs that it starts
-        from. 0 where that is not known."""
-        if self._whole_batch is None:
-            return 0
-        device_type, outputs = self.device_types[kind], tuple(self._joined(lowered, rows, kind))
-        if (device_type, outputs) not in self._of_whole_batch:
-            self._of_whole_batch[device_type, outputs] = self._whole_batch_memory(device_type, outputs)
-        return self._of_whole_batch[device_type, outputs]
-
-    def _whole_batch_memory(self, device_type: str, outputs: Sequence[Any]) -> int:
-        whole, leaves = self._whole_batch, self._calls.leaves
-        assert whole is not None, "only called with something to do on the whole batch"
-        there = [x.empty() if isinstance(x, TensorSpec) else x for x in outputs]
-        known = tensors_in([there, leaves, [*torch_private.tree_leaves(whole.target)]])
-        autocast = self._autocasts.get(device_type, Autocast(device_type)).dtype
-        try:
-            with torch.device("cpu"), gradients_aside(self._beside):
-                return call_memory(
-                    lambda: whole.roots(there, leaves), known, device_type, training=self.training, autocast=autocast
-                )
-        except (LossNeedsValues, RuntimeError) as error:
-            raise NotRehearsed(f"what runs on the whole batch needs values: {first_line(error)}") from error
-
-    def _joined(self, lowered: Lowered, rows: int, kind: str) -> Iterator[Any]:
-        """The outputs of the graph for the whole batch: a TensorSpec for each tensor."""
-        outputs = self.outputs(lowered, len(lowered.stages) - 1, rows, kind)
-        batch = max(self.program.batch_size, 1)
+        """The model's outputs for the whole batch, joined from micro-batches of `rows` samples."""
+        last = len(lowered.stages) - 1
+        outputs = self.outputs(lowered, last, rows, kind)
+        batch, found = max(self.program.batch_size, 1), []
         for result, how in zip(lowered.results, self.batching.outputs, strict=True):
-            spec = result.value if isinstance(result, Constant) else outputs[result]
-            if isinstance(spec, TensorSpec):
-                shape = list(spec.shape)
-                if how.combine == "cat" and how.batch_dim is not None:
-                    shape[how.batch_dim] = shape[how.batch_dim] // rows * batch
-                with torch.device("meta"):
-                    whole = TensorSpec.of(torch.empty(shape, dtype=spec.dtype))
-                spec = replace(whole, requires_grad=spec.requires_grad)
-            yield spec
+            spec = None if isinstance(result, Constant) else outputs[result]
+            if not isinstance(spec, TensorSpec):
+                continue
+            shape = list(spec.shape)
+            if how.combine == "cat" and how.batch_dim is not None:
+                shape[how.batch_dim] = shape[how.batch_dim] // rows * batch
+            with torch.device("meta"):
+                found.append(
+                    replace(TensorSpec.of(torch.empty(shape, dtype=spec.dtype)), requires_grad=spec.requires_grad)
+                )
+        return found
 
 
 def _rerunning(module: fx.GraphModule, again: Callable[[], AbstractContextManager[Any]]) -> fx.GraphModule:

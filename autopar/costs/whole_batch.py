@@ -23,11 +23,13 @@ from autopar.analysis.operators import on_device, requires_grad_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.costs.call_signature import graph_signature, loss_signature
-from autopar.costs.cost_table import Calls
-from autopar.errors import first_line
-from cost_models.graphs import Loss, may_have_gradient, on_meta, private_copy, run_nodes, tensors_in
+from autopar.costs.cost_table import Calls, LossNeedsValues, OnWholeBatch
+from autopar.errors import InputError, first_line
+from cost_models.graphs import Loss, may_have_gradient, on_meta, private_copy, run_nodes, storage_key, tensors_in
+from cost_models.kernels.operator_work import OperatorWork, count_call
 from cost_models.measuring.autocast import Autocast
 from cost_models.measuring.call_seconds import call_seconds
+from cost_models.memory.call_memory import as_on_device, call_memory
 
 META = torch.device("meta")
 
@@ -46,11 +48,11 @@ class WholeBatch:
     @classmethod
     def of(cls, example: Example) -> WholeBatch | None:
         """None where nothing runs on the whole batch, as far as is known, or where the loss failed on the example."""
-        split = example.loss_split
-        loss_fn = example.loss if split is not None and split.combine == "whole" else None
-        tail = example.batching.tail
-        if (tail is None and loss_fn is None) or (split is not None and split.error):
+        split, tail = example.loss_split, example.batching.tail
+        whole = split is not None and split.combine == "whole" and not split.error
+        if tail is None and not whole:
             return None
+        loss_fn = example.loss if whole else None
         return cls(example.program, example.leaves, tail, loss_fn, example.target, example.training)
 
     @property
@@ -58,11 +60,6 @@ class WholeBatch:
         """What its measured seconds depend on beside the device, for the keys of caches."""
         tail = [] if self.tail is None else [f"{self.tail.graph.module.graph}"]
         return [graph_signature(self.program), *tail, loss_signature(self.loss_fn, self.target), self.training]
-
-    def left_out(self, error: Exception) -> str:
-        """A note that prices leave it out, because it fails where it is to be priced."""
-        what = "loss" if self.tail is None else "end of the model"
-        return f"{LEFT_OUT}{what}, because {first_line(error)}"
 
     def roots(self, outputs: Sequence[Any], leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Run it on the flat outputs of the program's graph. Returns where its backward starts: at the loss, or at all
@@ -106,6 +103,24 @@ class WholeBatch:
             for node, value in zip(nodes, found, strict=True)
         ]
 
+    def work(self) -> OperatorWork:
+        """Its kernels, forward and backward, without running them."""
+        meta = self.on_meta()
+        outputs = tuple(meta.outputs(META))
+        with torch.set_grad_enabled(self.training):
+            return count_call(lambda *flat: meta.roots(flat, meta.leaves), outputs)[1]
+
+    def memory(self, device_type: str, autocast: torch.dtype | None = None) -> tuple[int, int]:
+        """`OnWholeBatch.nbytes` and `outputs`, on devices of a type, without running it. `autocast`: None: off."""
+        meta = self.on_meta()
+        with as_on_device(device_type, autocast):
+            outputs = meta.outputs(META)
+        there = tensors_in([outputs, list(meta.leaves), [*torch_private.tree_leaves(meta.target)]])
+        nbytes = call_memory(
+            lambda: meta.roots(outputs, meta.leaves), there, device_type, training=self.training, autocast=autocast
+        )
+        return nbytes, sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors_in(outputs)}.values())
+
     def seconds(self, place: torch.device, autocast: Autocast) -> float:
         """Seconds of its forward and backward on a device at hand, with the threads that this one computes with."""
         with autocast.applied():
@@ -122,6 +137,25 @@ class WholeBatch:
                     value.grad = None
 
         return call_seconds(once, place)
+
+
+def priced(
+    whole: WholeBatch | None, price: Callable[[WholeBatch], dict[str, OnWholeBatch]]
+) -> tuple[dict[str, OnWholeBatch], list[str]]:
+    """`price(whole)`, where its loss fails the price of the end of the model alone, and notes of what prices leave out.
+    Raises InputError for what is no loss."""
+    if whole is None:
+        return {}, []
+    try:
+        return price(whole), []
+    except Exception as error:
+        if isinstance(error, InputError) and not isinstance(error, LossNeedsValues):
+            raise
+        what = "end of the model" if whole.loss_fn is None else "loss"
+        why = str(error) if isinstance(error, LossNeedsValues) else first_line(error)
+        rest = whole.tail is not None and whole.loss_fn is not None
+        found, notes = priced(replace(whole, loss_fn=None), price) if rest else ({}, [])
+        return found, [f"{LEFT_OUT}{what}, because {why}", *notes]
 
 
 def _to(value: Any, place: torch.device) -> Any:

@@ -17,8 +17,8 @@ from autopar.planner.communication import exposed_communication
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.other_launches import compiled_instead
-from autopar.planner.other_speeds import at_other_speed
-from autopar.planner.predicted_step import PredictedStep, step_of_plan
+from autopar.planner.other_speeds import plan_at_other_speed
+from autopar.planner.predicted_step import PredictedStep, grows_with_the_batch, step_of_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.timeline import Timeline
 
@@ -38,8 +38,9 @@ class Bottleneck:
     stage: int
     devices: tuple[str, ...]
     busy: float  # share of the step in which its busiest device computes
-    bound: str  # compute, collectives, link, whole batch, memory or bubble: the largest part of the step
-    # The step's parts, adding up to 1: compute, link and bubble; collectives and whole batch where there are some.
+    bound: str  # the largest of its parts, or memory
+    # The step's parts, adding up to 1: compute, link and bubble, and where there are some, collectives and whole batch,
+    # which is "wait for whole batch" where another device does that.
     shares: tuple[tuple[str, float], ...]
 
 
@@ -124,10 +125,11 @@ def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
     link = min(link, 1 - busy) if busy < 1 else 0.0
     exchanging = min(busy, exposed_communication(plan)[stage % plan.ranks] / step)
     collectives = (("collectives", exchanging),) if exchanging else ()
-    once = min((plan.whole_batch_time or 0.0) / step, max(0.0, 1 - busy - link))
-    whole_batch = (("whole batch", once),) if once else ()
-    bubble = max(0.0, 1 - busy - link - once)
-    shares = (("compute", busy - exchanging), *collectives, ("link", link), *whole_batch, ("bubble", bubble))
+    once, waits = timeline.on_whole_batch / step, timeline.whole_batch_slot not in slots
+    computing = busy - exchanging - (0.0 if waits else once)
+    whole_batch = (("wait for whole batch" if waits else "whole batch", once),) if once else ()
+    bubble = max(0.0, 1 - busy - link - (once if waits else 0.0))
+    shares = (("compute", computing), *collectives, ("link", link), *whole_batch, ("bubble", bubble))
     bound = max(shares, key=lambda share: share[1])[0]
     return Bottleneck(stage, plan.stages[stage].devices, busy, bound, shares)
 
@@ -141,9 +143,8 @@ def _stage_seconds(plan: Plan, stage: int) -> float:
 def _helps(plan: Plan, bottleneck: Bottleneck, step: PredictedStep, larger: PredictedStep) -> tuple[Change, ...]:
     one = plan.stages[bottleneck.stage]
 
-    def other_step(devices: Container[tuple[str, ...]], **factors: float) -> float:
-        stages = (at_other_speed(s, **factors) if s.devices in devices else s for s in plan.stages)
-        found = step_of_plan(replace(plan, stages=tuple(stages)))
+    def other_step(devices: Container[tuple[str, ...]], computing: float = 1.0, collectives: float = 1.0) -> float:
+        found = step_of_plan(plan_at_other_speed(plan, computing=computing, collectives=collectives, on=devices))
         assert found is not None, "the plan's own stages have times"
         return found.timeline().step_time
 
@@ -156,7 +157,7 @@ def _helps(plan: Plan, bottleneck: Bottleneck, step: PredictedStep, larger: Pred
         changes.append(Change("collectives twice as fast", other_step(everywhere, collectives=1 / _MORE_LINK)))
     if plan.transfers:
         changes.append(Change("links twice as fast", step.timeline(link_speed=_MORE_LINK).step_time))
-    if len(plan.used_devices) > 1:
+    if len(plan.used_devices) > 1 and grows_with_the_batch(plan):
         changes.append(Change(f"a batch twice as large{PER_HALF}", larger.timeline().step_time / 2))
     return (*changes, *compiled_instead(plan))
 
@@ -172,7 +173,7 @@ def _limits(searching: Searching, make_plan: Callable[..., Plan]) -> list[Change
             ("max_replicas", options.max_replicas, replace(options, max_replicas=None)),
             ("memory_limit", options.memory_limit, replace(options, memory_limit=None)),
         )
-        if value is not None
+        if value is not None and name not in options.narrowed
     ]
     constraints = options.constraints
     for what, empty in (
@@ -180,7 +181,7 @@ def _limits(searching: Searching, make_plan: Callable[..., Plan]) -> list[Change
         ("recompute hints", replace(constraints, recompute=frozenset())),
         ("keep_together hints", replace(constraints, together=())),
     ):
-        if empty != constraints:
+        if empty != constraints and what not in options.narrowed:
             lifted.append((what, replace(options, constraints=empty)))
     found = [Change(f"without {what}", _step(make_plan(costs, free))) for what, free in lifted]
     meshes = searching.meshes

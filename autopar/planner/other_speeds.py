@@ -7,12 +7,33 @@ The passes of a micro-batch hold both, as far as computing does not hide the col
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
+from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.planner.communication import exposed_each
 
 _TIMES = ("forward_time", "backward_time", "weight_time", "recompute_time", "accumulation_time")
+
+
+def plan_at_other_speed(
+    plan: Plan, *, computing: float = 1.0, collectives: float = 1.0, on: Container[tuple[str, ...]] | None = None
+) -> Plan:
+    """The plan with stages at other speeds, and what runs on the whole batch with the last one. `on`: the devices of
+    these stages; None: all stages."""
+
+    def changes(stage: Stage) -> bool:
+        return on is None or stage.devices in on
+
+    stages = tuple(
+        at_other_speed(one, computing=computing, collectives=collectives) if changes(one) else one
+        for one in plan.stages
+    )
+    once = plan.whole_batch_time
+    if once is not None and changes(plan.stages[-1]):
+        once *= computing
+    return replace(plan, stages=stages, whole_batch_time=once)
 
 
 def at_other_speed(stage: Stage, *, computing: float = 1.0, collectives: float = 1.0) -> Stage:

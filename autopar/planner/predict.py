@@ -234,8 +234,9 @@ def _single_device_time(costs: CostGraph, atoms: Atoms, optimizer: str) -> float
     rates = optimizer_rates(costs, costs.devices[0].kind, optimizer)
     shares = [one.share for one in stepped(costs, atoms, optimizer)]
     passes = whole.forward + whole.backward - times.not_accumulated(range(len(atoms.nodes)), whole, split=False)
-    whole_batch = costs.whole_batch.get(costs.devices[0].kind, 0.0)
-    return passes + whole_batch + (0.0 if rates is None else rates.seconds(sum_of(shares)))
+    once = costs.whole_batch.get(costs.devices[0].kind)
+    passes += 0.0 if once is None else once.seconds
+    return passes + (0.0 if rates is None else rates.seconds(sum_of(shares)))
 
 
 def _with_sharded(priced: Plan, own: Plan) -> Plan:

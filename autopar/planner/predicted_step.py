@@ -159,7 +159,8 @@ class PredictedStep:
 def step_of_plan(plan: Plan, *, batch_factor: int = 1) -> PredictedStep | None:
     """A step from a plan's own numbers; None where it has none (made by hand).
 
-    `batch_factor`: the batch is this many times as large, in as many times the micro-batches of the same sizes.
+    `batch_factor`: the batch is this many times as large, in as many times the micro-batches of the same sizes. What
+    runs once on the whole batch keeps its seconds: how they grow is not known (`grows_with_the_batch`).
     """
     if any(stage.forward_time is None or stage.backward_time is None for stage in plan.stages):
         return None
@@ -200,7 +201,7 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1) -> PredictedStep | None:
         plan.chunks,
         plan.training,
         plain=n_groups == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
-        barrier=_barrier(plan.barrier, plan.whole_batch_time, batch_factor),
+        barrier=_barrier(plan),
         overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0) if plan.action_time is None else plan.action_time,
         handling=plan.message_time or 0.0,
         hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
@@ -208,8 +209,13 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1) -> PredictedStep | None:
     )
 
 
-def _barrier(waits: bool, whole_batch: float | None, batch_factor: int) -> float | None:
-    return None if whole_batch is None and not waits else (whole_batch or 0.0) * batch_factor
+def grows_with_the_batch(plan: Plan) -> bool:
+    """Whether the step of a larger batch is known: nothing but micro-batches takes time."""
+    return not plan.whole_batch_time
+
+
+def _barrier(plan: Plan) -> float | None:
+    return None if plan.whole_batch_time is None and not plan.barrier else plan.whole_batch_time or 0.0
 
 
 def pass_fields(stage: PredictedStage, sizes: Sequence[int]) -> dict[str, Any]:

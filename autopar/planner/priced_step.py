@@ -41,6 +41,8 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     contents = stage_contents(atoms, arrangement, conditions.optimizer, costs.training)
     tied = tied_seconds(costs, atoms, arrangement)
     stepping = stage_steps(costs, atoms, arrangement, conditions.optimizer)
+    whole = costs.whole_batch.get(arrangement.groups[-1][0].kind)
+    on_whole_batch = 0 if whole is None else whole.nbytes + whole.outputs  # beside all activations in flight
     for number, content in enumerate(contents):
         inside, recompute = list(arrangement.stages[number]), Recompute(arrangement.recompute[number])
         mine = {size: times[names[number], size].running(recompute) for size in dict.fromkeys(sizes)}
@@ -53,6 +55,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
             weight = tuple(longer[size].weight for size in sizes)
             again = tuple(longer[size].backward - passes[size].backward for size in sizes)
         memory = content.memory(atoms.of(names[number]), inside, recompute, shares)
+        beside = on_whole_batch if number == len(contents) - 1 else 0
         stages.append(
             PredictedStage(
                 forward,
@@ -64,7 +67,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
                 + collectives_once(costs, content.gradients, arrangement, number, tuple(mine.values())),
                 optimizer=stepping[number].seconds,
                 sends_gradient=content.received_gradient > 0,
-                memory=replace(memory, step=stepping[number].held),
+                memory=replace(memory, step=stepping[number].held, transient=max(memory.transient, beside)),
                 again=again,
                 accumulation=min(t.not_accumulated(inside, longer[s], split=split) for s, t in mine.items()),
             )
@@ -89,8 +92,10 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
 
 def _barrier(costs: CostGraph, arrangement: Arrangement, conditions: Conditions) -> float | None:
     """`PredictedStep.barrier`. The model's outputs are on the device of the last stage, and so is what follows."""
-    waits = costs.training and not conditions.loss_inside
-    return costs.whole_batch.get(arrangement.groups[-1][0].kind, 0.0 if waits else None)
+    found = costs.whole_batch.get(arrangement.groups[-1][0].kind)
+    if found is not None:
+        return found.seconds
+    return 0.0 if costs.training and not conditions.loss_inside else None
 
 
 def _one_worker(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> bool:

@@ -285,8 +285,8 @@ class _Step:
 
     def _on_whole_batch(self) -> int:
         """Bytes of the end of the model, or of the loss, on the whole batch at the highest moment."""
-        last = len(self._stages) - 1
-        return self._rehearsal.whole_batch_bytes(self._lowered, self._sizes[0], self._kinds[last])
+        found = self._costs.whole_batch.get(self._kinds[-1])
+        return 0 if found is None else found.nbytes
 
     def _caller_gradients(self) -> int:
         """Bytes of the gradients of the model's outputs, which the caller's loss or a tail has made."""

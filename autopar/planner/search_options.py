@@ -36,6 +36,8 @@ class SearchOptions:
     constraints: Constraints = NO_CONSTRAINTS  # hints, by node of the cost graph
     recipe: Recipe | None = None  # how a step is run on devices that are not at hand
     bytes_factor: float = 1.0  # by which rehearsed plans need more memory than the search's formula says
+    # Limits by name, and "pipeline_stage hints", that are not the user's own: explanations leave them out.
+    narrowed: frozenset[str] = frozenset()
 
     @property
     def conditions(self) -> Conditions:

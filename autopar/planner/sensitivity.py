@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autopar.plan.plan import Plan
 from autopar.planner.change import Change
 from autopar.planner.communication import exposed_communication
-from autopar.planner.other_speeds import at_other_speed
-from autopar.planner.predicted_step import PredictedStep, step_of_plan
+from autopar.planner.other_speeds import plan_at_other_speed
+from autopar.planner.predicted_step import PredictedStep, grows_with_the_batch, step_of_plan
 
 _LINKS = ((0.5, "links between stages half as fast"), (2.0, "links between stages twice as fast"))
 _COMPUTING = ((1.1, "computing 10% slower"), (1 / 1.1, "computing 10% faster"))
@@ -28,14 +26,13 @@ def sensitivity(plan: Plan, step: PredictedStep | None = None) -> tuple[Change, 
     found = []
     if plan.transfers:
         found += [Change(what, step.timeline(link_speed=speed).step_time) for speed, what in _LINKS]
-    changes = [({"computing": factor}, what) for factor, what in _COMPUTING]
+    changes = [(what, plan_at_other_speed(plan, computing=factor)) for factor, what in _COMPUTING]
     if any(exposed_communication(plan)):
-        changes += [({"collectives": factor}, what) for factor, what in _COLLECTIVES]
-    for factors, what in changes:
-        stages = tuple(at_other_speed(stage, **factors) for stage in plan.stages)
-        other = step_of_plan(replace(plan, stages=stages))
+        changes += [(what, plan_at_other_speed(plan, collectives=factor)) for factor, what in _COLLECTIVES]
+    for what, changed in changes:
+        other = step_of_plan(changed)
         found += [Change(what, other.timeline().step_time)] if other is not None else []
-    for times, part in ((2, "half"), (4, "quarter")) if plan.n_microbatches > 1 else ():
+    for times, part in ((2, "half"), (4, "quarter")) if plan.n_microbatches > 1 and grows_with_the_batch(plan) else ():
         if times * plan.n_microbatches * len(plan.stages) > _MOST_ACTIONS:
             break
         larger = step_of_plan(plan, batch_factor=times)

@@ -2,7 +2,7 @@
 
 | computing, with work done again, collectives and sends that it waits for | waiting | reduction | optimizer |
 
-What the caller does on the whole batch, meanwhile, is a part of its own and no waiting.
+What runs on the whole batch is a part of its own, and waiting for it another one.
 """
 
 from __future__ import annotations
@@ -38,5 +38,7 @@ def _(plan: Plan) -> dict[str, float]:
     once = sum(finish.reduced - finish.start for finish in finishes), sum(f.end - f.reduced for f in finishes)
     parts = {"computing": max(0.0, computing), **parts, "sending to other stages": sends}
     parts |= {"reducing gradients": once[0], "the optimizer": once[1]}
-    parts |= {"the whole batch": plan.whole_batch_time} if plan.whole_batch_time else {}
+    if timeline.on_whole_batch:
+        own = timeline.whole_batch_slot in slots
+        parts["the whole batch" if own else "waiting for the whole batch"] = timeline.on_whole_batch
     return {**parts, "waiting for other stages": timeline.step_time - sum(parts.values())}

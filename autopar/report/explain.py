@@ -18,7 +18,8 @@ _BOUNDS = {
     "compute": "its own work",
     "collectives": "collectives among its devices",
     "link": "waiting for what other stages send",
-    "whole batch": "what runs once on the whole batch: the end of the model, or the loss",
+    "whole batch": "what it does once on the whole batch: the end of the model, or the loss",
+    "wait for whole batch": "waiting for what another device does on the whole batch",
     "memory": "memory: with more of it the search would choose another plan",
     "bubble": "waiting for the pipeline to fill and drain",
 }
@@ -27,6 +28,7 @@ _SPENT = {
     "collectives": "in collectives",
     "link": "waiting for what other stages send",
     "whole batch": "on the whole batch, with the end of the model or the loss",
+    "wait for whole batch": "waiting for what another device does on the whole batch",
     "bubble": "waiting for the pipeline to fill and drain",
 }
 _SEEN = 0.005  # a smaller share of the step is not mentioned

@@ -72,6 +72,7 @@ def simulate(
         ),
         stage_memory=None if memory is None else tuple(memory),
         hardware=tuple(hardware),
+        on_whole_batch=barrier or 0.0,
     )
 
 

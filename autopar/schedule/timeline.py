@@ -53,6 +53,12 @@ class Timeline:
     finishes: tuple[Finish, ...]  # one for each slot and stage that it serves, by slot, then start
     stage_memory: tuple[StageMemory, ...] | None = None  # what was given
     hardware: tuple[int, ...] = ()  # for each slot, a number that slots on the same hardware share; (): each its own
+    on_whole_batch: float = 0.0  # s, once after the last forward, where the first outputs are (`whole_batch_slot`)
+
+    @property
+    def whole_batch_slot(self) -> int:
+        """The slot of the last stage that has the first micro-batch."""
+        return self.schedule.slot_of(self.schedule.n_stages - 1, 0)
 
     @cached_property
     def step_time(self) -> float:
@@ -61,8 +67,10 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """s, of each slot: its actions, the sends that it cannot overlap with them, and its finishes."""
+        """s, of each slot: its actions, the sends that it cannot overlap with them, its finishes, and what runs on the
+        whole batch."""
         seconds = [0.0] * self.schedule.n_slots
+        seconds[self.whole_batch_slot] += self.on_whole_batch
         for slot, _, start, end in self.events:
             seconds[slot] += end - start
         for send in self.sends:
@@ -165,6 +173,9 @@ class Timeline:
         for send in self.sends:
             if not send.transfer.overlap:
                 spans[send.slot, send.action.stage].append((send.start, send.end, ">"))
+        if self.on_whole_batch:
+            last = max(event.end for event in self.events if event.action.phase is Phase.FORWARD)
+            spans[self.whole_batch_slot, self.schedule.n_stages - 1].append((last, last + self.on_whole_batch, "*"))
         for finish in self.finishes:
             spans[finish.slot, finish.stage] += [(finish.start, finish.reduced, "="), (finish.reduced, finish.end, "+")]
 
@@ -201,6 +212,8 @@ class Timeline:
         words = [f"{', '.join(words)}: micro-batch modulo 10"]
         if any(not send.transfer.overlap for send in self.sends):
             words.append("> sending")
+        if self.on_whole_batch:
+            words.append("* whole batch")
         words.append("= finish")
         if any(finish.reduced < finish.end for finish in self.finishes):
             words.append("+ optimizer")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -11,6 +11,15 @@ from cost_models.kernels.autocast_casts import AutocastCasts
 from cost_models.kernels.device_kernels import DeviceKernels
 from cost_models.memory.allocations import Allocations
 from cost_models.memory.step_memory import BLOCK
+
+
+@contextmanager
+def as_on_device(device_type: str, autocast: torch.dtype | None) -> Iterator[None]:
+    """Inside, operators of meta tensors do what they do on devices of a type. `autocast`: that they run under; None:
+    off."""
+    casting = nullcontext() if autocast is None else torch.autocast(device_type, autocast)
+    with DeviceKernels(device_type), casting, AutocastCasts(device_type):
+        yield
 
 
 def call_memory(
@@ -23,8 +32,7 @@ def call_memory(
 ) -> int:
     """Bytes at the highest moment of `call()` and of the backward from the tensors that it returns, on the meta device.
 
-    `there`: the tensors that it reads, which are not counted; gradients of them are. `autocast`: that it runs under;
-    None: off.
+    `there`: the tensors that it reads, which are not counted; gradients of them are. `autocast`: as for `as_on_device`.
 
     Raises:
         ValueError: an unknown device type.
@@ -38,9 +46,7 @@ def call_memory(
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(training),
-        DeviceKernels(device_type),
-        nullcontext() if autocast is None else torch.autocast(device_type, autocast),
-        AutocastCasts(device_type),
+        as_on_device(device_type, autocast),
         allocations,
     ):
         roots = [t for t in call() if t.requires_grad]

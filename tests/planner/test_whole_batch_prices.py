@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
-from autopar import Cluster, Plan
+from autopar import AutoparWarning, Cluster, InputError, Plan
 from autopar.analysis.example import Example, example_ahead
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.whole_batch import WholeBatch
@@ -80,7 +79,8 @@ def case(request: pytest.FixtureRequest) -> Example:
 def test_a_step_takes_what_the_whole_batch_takes_longer(case: Example) -> None:
     costs = estimate_costs(case, CLUSTER)
     without = replace(costs, whole_batch={})
-    (seconds,) = set(costs.whole_batch.values())
+    (on_whole_batch,) = costs.whole_batch.values()
+    seconds = on_whole_batch.seconds
     assert seconds > 0
     for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b"):
         options = SearchOptions(n_microbatches=4, schedule=schedule)
@@ -115,20 +115,28 @@ def test_a_price_is_that_of_the_kernels_of_the_code() -> None:
     _, work = count_call(contrast, (x,))
     kernels = len(work.forward) + len(work.backward)
     assert kernels
-    (once,), (twice,) = set(one.values()), set(two.values())
-    assert 1.5 < twice / once < 2.5
-    assert kernels * 1e-6 < once < kernels * 50e-6  # launches bound it
+    (once,), (twice,) = one.values(), two.values()
+    assert 1.5 < twice.seconds / once.seconds < 2.5
+    assert kernels * 1e-6 < once.seconds < kernels * 50e-6  # launches bound it
 
 
 @pytest.mark.slow
 def test_an_explanation_tells_it_from_waiting() -> None:
     costs = estimate_costs(example(1), CLUSTER)
-    plan = make_plan(replace(costs, whole_batch=dict.fromkeys(costs.whole_batch, 1.0)), SearchOptions(n_microbatches=4))
+    longer = {kind: one._replace(seconds=1.0) for kind, one in costs.whole_batch.items()}
+    plan = make_plan(replace(costs, whole_batch=longer), SearchOptions(n_microbatches=4))
     bottleneck = plan.explain().bottleneck
     assert bottleneck is not None
     assert bottleneck.bound == "whole batch"
     assert sum(share for _, share in bottleneck.shares) == pytest.approx(1.0)
-    assert "what runs once on the whole batch" in " ".join(str(plan.explain()).split())
+    assert "what it does once on the whole batch" in " ".join(str(plan.explain()).split())
+    assert plan.bubble is not None
+    assert plan.bubble < 1 - bottleneck.busy + 1e-9, "the device that does it is not idle"
+    faster = [change for change in plan.explain().helps if change.what.startswith("computing 10% faster")]
+    assert faster[0].gain(plan) > 0.08, "it takes less time on a faster device, too"
+    assert not any("batch twice as large" in change.what for change in plan.explain().helps), (
+        "nobody knows what that does"
+    )
     parts = step_parts(plan)
     assert parts["the whole batch"] == 1.0
     assert sum(parts.values()) == pytest.approx(plan.predicted_step_time)
@@ -140,7 +148,7 @@ def test_inference_has_it_after_the_last_forward() -> None:
     case = example_ahead(Layers(1).eval(), (torch.randn(64, WIDTH),), {})
     with torch.no_grad():
         costs = estimate_costs(replace(case, training=False), CLUSTER)
-    (seconds,) = set(costs.whole_batch.values())
+    ((seconds, *_),) = costs.whole_batch.values()
     plans = [make_plan(one, SearchOptions(n_microbatches=4)) for one in (costs, replace(costs, whole_batch={}))]
     found, shorter = (plan.predicted_step_time for plan in plans)
     assert found == pytest.approx((shorter or 0.0) + seconds)
@@ -174,15 +182,64 @@ def test_the_device_of_the_outputs_states_the_memory() -> None:
     rows = 256
     case = example(1, rows)
     costs = estimate_costs(case, CLUSTER)
-    assert costs.rehearsal is not None
-    unknown = copy.copy(costs.rehearsal)
-    unknown._whole_batch = None
+    unknown = {kind: one._replace(nbytes=0, outputs=0) for kind, one in costs.whole_batch.items()}
     plans = [
-        predict_plan(SPLIT, case, one, SearchOptions().conditions) for one in (costs, replace(costs, rehearsal=unknown))
+        predict_plan(SPLIT, case, one, SearchOptions().conditions)
+        for one in (costs, replace(costs, whole_batch=unknown))
     ]
     (first, last), (first_without, last_without) = ([stage.peak_memory for stage in plan.stages] for plan in plans)
     assert first == first_without
     assert (last or 0) - (last_without or 0) > 2 * rows * rows * 4  # the scores, and what their softmax keeps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"pipeline": 2}, {"data": 2}, {"tensor": 2}])
+def test_meshes_state_the_memory_too(degrees: dict[str, int]) -> None:
+    rows = 1024
+    call: dict[str, Any] = {"example_args": (torch.randn(rows, WIDTH),), "micro_batch": 128, "optimizer": "sgd"}
+    less, more = (Plan.by_hand(Layers(ends), Cluster.preset("2xH100"), **call, **degrees) for ends in (0, 1))
+    peaks = [max(stage.peak_memory or 0 for stage in plan.stages) for plan in (less, more)]
+    assert peaks[1] - peaks[0] > 2 * rows * rows * 4  # the scores, and what their softmax keeps
+
+
+@pytest.mark.slow
+def test_the_end_counts_among_the_flops_of_the_model() -> None:
+    """As where the batch is not split, and the end is part of the graph."""
+    x = torch.randn(256, WIDTH)
+    works = [
+        autopar.plan(Layers(1), CLUSTER, example_args=(x,), batch_dim=batch_dim).work
+        for batch_dim in (None, {"x": None})
+    ]
+    assert works[0] is not None
+    assert works[1] is not None
+    assert works[0].flops == works[1].flops
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [(lambda o, t: 1.0, "a float"), (lambda o, t: None, "a NoneType"), (lambda o, t: (t.sum(),), "a tuple")],
+)
+@pytest.mark.slow
+def test_what_is_no_loss_is_refused(wrong: Callable[..., Any], got: str, ends: int) -> None:
+    x = torch.randn(16, WIDTH)
+    for devices in (CLUSTER, ["cpu", "cpu"]):
+        with pytest.raises(InputError, match=f"must return one tensor with one element, got {got}"):
+            autopar.plan(Layers(ends), devices, example_args=(x,), loss_fn=wrong, target=x, cache=False, tune=0)
+
+
+@pytest.mark.slow
+def test_a_loss_that_needs_values_is_left_out_and_the_end_is_not() -> None:
+    x = torch.randn(64, WIDTH)
+    call: dict[str, Any] = {
+        "example_args": (x,),
+        "loss_fn": lambda o, t: o["loss"] * float(t.sum().item() > 0),
+        "target": x,
+    }
+    with pytest.warns(AutoparWarning, match="predictions leave out the loss, because"):
+        plan = autopar.plan(Layers(1), CLUSTER, n_microbatches=4, **call)
+    alone = autopar.plan(Layers(1), CLUSTER, n_microbatches=4, example_args=(x,))
+    assert plan.whole_batch_time == pytest.approx(alone.whole_batch_time)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def proof(searching: Searching, candidate: Candidate) -> ProvenBounds:
         bound = min(bound, *(_of_balanced(searching, c) for c in searching.bounds if c.chunks > 1))
         space += ", chunks balanced one by one"
     if isinstance(searching, SearchingAhead):
-        least = min(searching.least_steps.values()) + min(searching.costs.whole_batch.values(), default=0.0)
+        least = min(searching.least_steps.values()) + searching.costs.least_on_whole_batch
         step = candidate.timeline.step_time
         return ProvenBounds(
             least,

@@ -179,14 +179,15 @@ def _automatic(costs: CostGraph, search: SearchOptions, meshes: MeshChoices | No
         alone = replace(costs, devices=(device,))
         where = "" if len({d.kind for d in costs.devices}) == 1 else f" on {device.name}"
         if search.n_microbatches in (None, 1):
-            tries.append((f"plain model{where}", alone, replace(search, n_microbatches=1)))
+            tries.append((f"plain model{where}", alone, _narrowed(search, n_microbatches=1)))
         tries.append((f"one device{where}", alone, search))
     if any(stage.shards > 1 for stage in best.stages):
         tries.append(("without shards", costs, search))
-    tries.append(("without replicas", costs, replace(search, max_replicas=1)))
+    tries.append(("without replicas", costs, _narrowed(search, max_replicas=1)))
     if len(best.stages) > 1 and not search.constraints.stage_of:
         one_stage = search.constraints.in_one_stage(costs.operators)
-        tries.append(("without a pipeline", costs, replace(search, constraints=one_stage)))
+        narrowed = search.narrowed | {"pipeline_stage hints"}
+        tries.append(("without a pipeline", costs, replace(search, constraints=one_stage, narrowed=narrowed)))
     for name, those, limited in tries:
         try:
             plan = make_plan(those, limited)
@@ -196,6 +197,12 @@ def _automatic(costs: CostGraph, search: SearchOptions, meshes: MeshChoices | No
         if _decision(plan) not in seen:
             seen.append(_decision(plan))
             yield name, replace(plan, devices=best.devices, device_kinds=best.device_kinds)
+
+
+def _narrowed(search: SearchOptions, **limits: int) -> SearchOptions:
+    """A search with limits, those which the user did not give marked."""
+    own = {name for name in limits if getattr(search, name) is None}
+    return replace(search, narrowed=search.narrowed | own, **limits)  # type: ignore[arg-type]
 
 
 def _runs_the_model(plan: Plan) -> bool:

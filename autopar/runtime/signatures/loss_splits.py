@@ -99,26 +99,6 @@ def default_target_dims(batch_dim: BatchDim) -> tuple[int, ...]:
     return (batch_dim, 0) if isinstance(batch_dim, int) else (0,)
 
 
-def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any], output: Any) -> torch.Tensor:
-    """`loss`, which `loss_fn` returned for `output`, if a backward can start from it. Raises InputError."""
-    if type(loss) is torch.Tensor and loss.dim() == 0:  # most losses: not fake, and one element
-        return loss
-    if not isinstance(loss, torch.Tensor):
-        hint = "; return the loss alone" if isinstance(loss, (tuple, list, dict)) else ""
-        what = f"a {type(loss).__name__}" + (f" of {len(loss)} values" if hint else "")
-        raise InputError(f"{title_of(loss_fn)} must return one tensor with one element, got {what}{hint}")
-    if torch_private.is_fake(loss) and not any(map(torch_private.is_fake, torch_private.tree_leaves(output))):
-        raise InputError(
-            f"{title_of(loss_fn)} returned a tensor without values: it keeps a tensor of its study in a place that "
-            "autopar did not find when it studied the loss; set such tensors up before the first train_step"
-        )
-    if loss.numel() != 1:
-        raise InputError(
-            f"{title_of(loss_fn)} must return one tensor with one element, got shape {tuple(loss.shape)}; reduce it"
-        )
-    return loss
-
-
 def check_trains(has_gradient: bool, loss_fn: Callable[[Any, Any], Any]) -> None:
     """Raise InputError if no backward can start from the loss of a batch."""
     if not has_gradient:

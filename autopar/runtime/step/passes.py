@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from autopar.analysis.checked_loss import checked_loss
 from autopar.analysis.example import LossFunction
 from autopar.capture import module_hooks, torch_private, torch_private_autograd
 from autopar.lower.deferred_batch_norm import collecting
 from autopar.lower.random_operators import generators_held, mix_seed, seeded
 from autopar.lower.split_backward import GradientRoot, input_part
-from autopar.runtime.signatures.loss_splits import checked_loss
 from autopar.runtime.stages.executable import Executable
 from autopar.runtime.stages.stage_replica import StageReplica
 from autopar.runtime.step.call import CallTensors, KeptForward, PipelineCall

@@ -1,0 +1,32 @@
+"""What a loss function returns must be a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autopar.analysis.loss import title_of
+from autopar.capture import torch_private
+from autopar.errors import InputError
+
+
+def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any], output: Any) -> torch.Tensor:
+    """`loss`, which `loss_fn` returned for `output`, if a backward can start from it. Raises InputError."""
+    if type(loss) is torch.Tensor and loss.dim() == 0:  # most losses: not fake, and one element
+        return loss
+    if not isinstance(loss, torch.Tensor):
+        hint = "; return the loss alone" if isinstance(loss, (tuple, list, dict)) else ""
+        what = f"a {type(loss).__name__}" + (f" of {len(loss)} values" if hint else "")
+        raise InputError(f"{title_of(loss_fn)} must return one tensor with one element, got {what}{hint}")
+    if torch_private.is_fake(loss) and not any(map(torch_private.is_fake, torch_private.tree_leaves(output))):
+        raise InputError(
+            f"{title_of(loss_fn)} returned a tensor without values: it keeps a tensor of its study in a place that "
+            "autopar did not find when it studied the loss; set such tensors up before the first train_step"
+        )
+    if loss.numel() != 1:
+        raise InputError(
+            f"{title_of(loss_fn)} must return one tensor with one element, got shape {tuple(loss.shape)}; reduce it"
+        )
+    return loss

@@ -311,7 +311,7 @@ def test_every_limit_is_kept_or_refused() -> None:
     costs = deep().costs
     roomy = peak(make_plan(costs, options()))
     kept = refused = 0
-    for share in (0.9, 0.7, 0.5, 0.3, 0.1, 0.01):
+    for share in (0.9, 0.5, 0.1, 0.01):
         try:
             assert peak(make_plan(costs, options(memory_limit=share * roomy))) <= share * roomy
             kept += 1

@@ -139,7 +139,7 @@ def test_the_users_model_and_random_state_stay_as_they_are() -> None:
     model = layers()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     plan = autopar.plan(model, ["cpu", "cpu"], cache=False, **CALL)
-    assert "tuned over" in plan.notes[-1]
+    assert plan.notes[-1].startswith(("tuned over", "the machine was busy"))
     torch.testing.assert_close(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())

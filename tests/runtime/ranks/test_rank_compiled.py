@@ -18,7 +18,7 @@ TOLERANCE = 1e-9  # in float64
 @pytest.mark.parametrize(
     ("n", "job", "backend"),
     [
-        (2, Job("mlp", "chain"), True),
+        pytest.param(2, Job("mlp", "chain"), True, marks=pytest.mark.exhaustive),  # inductor takes most of a minute
         (2, Job("mlp with dropout", "chain"), "aot_eager"),
         (3, Job("skips", "chain", "zb-h1"), "aot_eager"),
         (3, Job("mlp", "replicas 2,1"), "aot_eager"),

@@ -125,7 +125,7 @@ def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
     link = min(link, 1 - busy) if busy < 1 else 0.0
     exchanging = min(busy, exposed_communication(plan)[stage % plan.ranks] / step)
     collectives = (("collectives", exchanging),) if exchanging else ()
-    once, waits = timeline.on_whole_batch / step, timeline.whole_batch_slot not in slots
+    once, waits = timeline.on_whole_batch / step, set(slots).isdisjoint(timeline.whole_batch_slots)
     computing = busy - exchanging - (0.0 if waits else once)
     whole_batch = (("wait for whole batch" if waits else "whole batch", once),) if once else ()
     bubble = max(0.0, 1 - busy - link - (once if waits else 0.0))

@@ -39,6 +39,6 @@ def _(plan: Plan) -> dict[str, float]:
     parts = {"computing": max(0.0, computing), **parts, "sending to other stages": sends}
     parts |= {"reducing gradients": once[0], "the optimizer": once[1]}
     if timeline.on_whole_batch:
-        own = timeline.whole_batch_slot in slots
-        parts["the whole batch" if own else "waiting for the whole batch"] = timeline.on_whole_batch
+        does_it = not set(slots).isdisjoint(timeline.whole_batch_slots)
+        parts["the whole batch" if does_it else "waiting for the whole batch"] = timeline.on_whole_batch
     return {**parts, "waiting for other stages": timeline.step_time - sum(parts.values())}

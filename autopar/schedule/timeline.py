@@ -53,12 +53,14 @@ class Timeline:
     finishes: tuple[Finish, ...]  # one for each slot and stage that it serves, by slot, then start
     stage_memory: tuple[StageMemory, ...] | None = None  # what was given
     hardware: tuple[int, ...] = ()  # for each slot, a number that slots on the same hardware share; (): each its own
-    on_whole_batch: float = 0.0  # s, once after the last forward, where the first outputs are (`whole_batch_slot`)
+    on_whole_batch: float = 0.0  # s, once after the last forward, where the outputs are (`whole_batch_slots`)
 
     @property
-    def whole_batch_slot(self) -> int:
-        """The slot of the last stage that has the first micro-batch."""
-        return self.schedule.slot_of(self.schedule.n_stages - 1, 0)
+    def whole_batch_slots(self) -> tuple[int, ...]:
+        """Those of the last stage, and of those that share hardware the first."""
+        slots = self.schedule.slots_of(self.schedule.n_stages - 1)
+        first = {self.hardware[slot] if self.hardware else slot: slot for slot in reversed(slots)}
+        return tuple(first.values())
 
     @cached_property
     def step_time(self) -> float:
@@ -70,7 +72,8 @@ class Timeline:
         """s, of each slot: its actions, the sends that it cannot overlap with them, its finishes, and what runs on the
         whole batch."""
         seconds = [0.0] * self.schedule.n_slots
-        seconds[self.whole_batch_slot] += self.on_whole_batch
+        for slot in self.whole_batch_slots:
+            seconds[slot] += self.on_whole_batch
         for slot, _, start, end in self.events:
             seconds[slot] += end - start
         for send in self.sends:
@@ -175,7 +178,8 @@ class Timeline:
                 spans[send.slot, send.action.stage].append((send.start, send.end, ">"))
         if self.on_whole_batch:
             last = max(event.end for event in self.events if event.action.phase is Phase.FORWARD)
-            spans[self.whole_batch_slot, self.schedule.n_stages - 1].append((last, last + self.on_whole_batch, "*"))
+            for slot in self.whole_batch_slots:
+                spans[slot, self.schedule.n_stages - 1].append((last, last + self.on_whole_batch, "*"))
         for finish in self.finishes:
             spans[finish.slot, finish.stage] += [(finish.start, finish.reduced, "="), (finish.reduced, finish.end, "+")]
 

@@ -16,11 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar import InputError
+from autopar.analysis.checked_loss import checked_loss
 from autopar.analysis.example import Example, capture_example
 from autopar.analysis.loss import LossSplit, study_loss
 from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
-from autopar.runtime.signatures.loss_splits import checked_loss
 
 
 @cache

@@ -55,7 +55,7 @@ def steps(draw: st.DrawFn) -> tuple[int, PredictedStep]:
         chunks,
         training=draw(st.booleans()),
         plain=False,
-        barrier=draw(st.booleans()),
+        barrier=draw(st.none() | SECONDS),
         overhead=1e-3,
     )
     return copies, step

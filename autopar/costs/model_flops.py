@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 
 import torch
@@ -43,14 +43,23 @@ def model_flops(example: Example, device_type: str | None = None) -> ByPeak:
     casts: AbstractContextManager[object] = nullcontext() if device_type is None else AutocastCasts(device_type)
     with casts:
         work = count(folded.module, rows, training=example.training, inputs=calls.inputs(rows))
-        end = None if example.batching.tail is None else WholeBatch.of(replace(example, loss=None, loss_split=None))
-        of_end = OperatorWork((), ()) if end is None else end.work()
+        of_end = _work_of_end(example)
     found: dict[tuple[torch.dtype, bool], float] = defaultdict(float)
     for one, copies in (*((one, folded.copies.get(name, 1)) for name, one in work.items()), (of_end, 1)):
         for kernel in (*one.forward, *one.backward):
             if kernel.flops:
                 found[kernel.dtype, kernel.kind in CONVOLUTIONS] += kernel.flops * copies
     return dict(found)
+
+
+def _work_of_end(example: Example) -> OperatorWork:
+    """Of the end of the model that runs once on the whole batch. None where its sizes depend on values, as where a mask
+    selects what a mean is over: such ends rarely have products."""
+    end = WholeBatch.of(replace(example, loss=None, loss_split=None))
+    if end is not None:
+        with suppress(RuntimeError):  # torch's for what has no result without values
+            return end.work()
+    return OperatorWork((), ())
 
 
 def least_seconds(flops: ByPeak, cluster: Cluster) -> float:

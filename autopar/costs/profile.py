@@ -17,14 +17,14 @@ from autopar.analysis.example import (
 from autopar.analysis.operators import on_device
 from autopar.capture import torch_private
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import Calls, CostTable
+from autopar.costs.cost_table import Calls, CostTable, LossNeedsValues
 from autopar.costs.operator_cost import operator_costs
 from autopar.costs.whole_batch import WholeBatch
 from autopar.errors import InputError
 from autopar.errors.names import with_checked_names
 from autopar.plan.results import Result
 from cost_models import Link
-from cost_models.graphs import on_meta
+from cost_models.graphs import Loss, on_meta
 from cost_models.kernels.launches import overlapped_seconds
 from cost_models.memory.step_memory import StepMemory, step_memory
 
@@ -140,16 +140,22 @@ def training_step(example: Example, optimizer: str, device_type: str) -> StepMem
     if has_tail:
         whole = WholeBatch.of(example)
         loss = None if whole is None or whole.loss_fn is None else whole.on_meta().loss
-    with torch.device("cpu"):
-        module = on_device(program.graph_module, program.device, torch.device("meta"))
+    module = on_device(program.graph_module, program.device, torch.device("meta"))
+
+    def memory(loss: Loss | None) -> StepMemory:
+        without_end = has_tail and loss is None
+        inputs = calls.inputs(batch)
         return step_memory(
-            module,
-            calls.inputs(batch),
-            loss=loss,
-            all_outputs=has_tail and loss is None,
-            optimizer=optimizer,
-            device_type=device_type,
+            module, inputs, loss=loss, all_outputs=without_end, optimizer=optimizer, device_type=device_type
         )
+
+    with torch.device("cpu"):
+        try:
+            return memory(loss)
+        except (LossNeedsValues, RuntimeError):
+            if not has_tail:
+                raise
+            return memory(None)  # the end, or its loss, needs values
 
 
 def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:

@@ -294,3 +294,27 @@ def test_the_memory_of_a_profiled_step_has_the_end_of_the_model() -> None:
     assert with_end is not None
     assert without is not None
     assert with_end.peak.total - without.peak.total > rows * rows * 4
+
+
+class Selected(nn.Module):
+    """A mask selects what its mean is over: sizes depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layers(x)[mask] ** 2).mean()}
+
+
+def test_an_end_whose_sizes_depend_on_values_is_left_out_on_clusters_and_measured_at_hand() -> None:
+    call: dict[str, Any] = {"example_args": (torch.randn(16, WIDTH), torch.arange(16) % 3 == 0)}
+    with pytest.warns(AutoparWarning, match="predictions leave out"):
+        ahead = autopar.plan(Selected(), CLUSTER, n_microbatches=4, **call)
+    assert ahead.whole_batch_time is None
+    assert ahead.predicted_step_time
+    with pytest.warns(AutoparWarning, match="predictions leave out"):
+        profile = autopar.profile(Selected(), CLUSTER, optimizer="adamw", **call)
+    assert profile.memory is not None
+    at_hand = autopar.plan(Selected(), ["cpu", "cpu"], n_microbatches=4, tune=0, cache=False, **call)
+    assert at_hand.whole_batch_time

@@ -27,8 +27,7 @@ from autopar.costs.rank_costs import RankMeasurements, measured_links, rank_cost
 from autopar.costs.shard_costs import measure_shards, measure_shards_of_ranks
 from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
-from autopar.costs.whole_batch import WholeBatch, priced
-from autopar.errors import first_line
+from autopar.costs.whole_batch import WholeBatch, priced, why_unknown
 from autopar.lower.size_values import values_of_sizes
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
@@ -170,7 +169,7 @@ class Measured:
                 memory = whole.memory(autocast.device_type, autocast.dtype)
             except (LossNeedsValues, RuntimeError) as error:
                 memory = 0, 0
-                self._left_out.append(f"memory leaves out what runs on the whole batch: {first_line(error)}")
+                self._left_out.append(f"memory leaves out what runs on the whole batch: {why_unknown(error)}")
             found[device.kind] = OnWholeBatch(seconds, *memory)
         return found
 

@@ -152,10 +152,17 @@ def priced(
         if isinstance(error, InputError) and not isinstance(error, LossNeedsValues):
             raise
         what = "end of the model" if whole.loss_fn is None else "loss"
-        why = str(error) if isinstance(error, LossNeedsValues) else first_line(error)
+        why = why_unknown(error)
         rest = whole.tail is not None and whole.loss_fn is not None
         found, notes = priced(replace(whole, loss_fn=None), price) if rest else ({}, [])
         return found, [f"{LEFT_OUT}{what}, because {why}", *notes]
+
+
+def why_unknown(error: Exception) -> str:
+    """Why something is not known without values, from what it raised."""
+    if isinstance(error, NotImplementedError):  # torch's, with advice for those who write operators
+        return "the sizes of its tensors depend on values"
+    return str(error) if isinstance(error, LossNeedsValues) else first_line(error)
 
 
 def _to(value: Any, place: torch.device) -> Any:

@@ -16,7 +16,8 @@ from autopar.schedule.timeline import Timeline
 
 ASSETS = Path(__file__).parent / "assets"
 DEVICES, MICROBATCHES = 4, 8
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "interleaved-zb": 2}  # stages of a device
+# Stages of a device.
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "interleaved-zb": 2, "zb-v": 2}
 COLOURS = {Phase.FORWARD: "#4c8fd6", Phase.BACKWARD: "#e08a3c", Phase.INPUT: "#e08a3c", Phase.WEIGHT: "#5aa469"}
 WORDS = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "gradients of weights": Phase.WEIGHT}
 _GREY = "#808080"  # reads on white and on black
@@ -55,7 +56,7 @@ def draw_step(axes: Axes, step: Timeline, end: float) -> None:
 def schedules() -> Figure:
     """All of them, on one axis of time."""
     steps = [timeline(name, chunks) for name, chunks in SCHEDULES.items()]
-    figure = Figure(figsize=(9, 8), layout="constrained")
+    figure = Figure(figsize=(9, 9.5), layout="constrained")
     for axes, step in zip(figure.subplots(len(steps)), steps, strict=True):
         draw_step(axes, step, max(other.step_time for other in steps))
     keys = [mpl.patches.Patch(color=COLOURS[phase], label=word) for word, phase in WORDS.items()]

@@ -76,7 +76,7 @@ def parallelize(
             loss in the last stage. (Without them, the first `train_step` plans again, mostly from the cache.)
         plan: a plan to follow instead of searching.
         n_microbatches: number of micro-batches per batch.
-        schedule: "gpipe", "1f1b", "interleaved-1f1b", "zb-h1" or "interleaved-zb".
+        schedule: "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb" or "zb-v".
         max_replicas: maximum number of devices per stage; 1 for a pure pipeline.
         max_shards: maximum number of devices of one kind that share the operators of a stage as a mesh. Strategies, one
             for each operator, are chosen with the stages, from measured operators and collectives. Default: 1, because

@@ -90,5 +90,5 @@ def _kinds(plan: Plan) -> list[str]:
 
 def _busy(plan: Plan) -> int:
     """Devices, or meshes, that compute at the same time: a single micro-batch is on one after the other."""
-    n = sum(stage.replicas for stage in plan.stages[: plan.ranks])
+    n = sum(stage.replicas for stage in plan.first_stages)
     return min(n, plan.n_microbatches) if len(plan.stages) == 1 else n if plan.n_microbatches > 1 else 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
+from autopar.schedule.builders import ranks_of_stages
 
 DEGREES = (
     *("tensor", "pipeline", "data", "micro_batch", "schedule", "chunks", "zero", "recompute"),
@@ -63,7 +64,12 @@ class Degrees:
         """The names of the mesh's axes."""
         return tuple(name for name, n in (("data", self.data), ("tensor", self.tensor)) if n > 1)
 
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The place in the pipeline of each stage."""
+        return ranks_of_stages(self.schedule, self.pipeline, self.chunks)
+
     def devices(self, rank: int) -> range:
-        """The numbers of the devices of a place in the pipeline, and so of stages `rank`, `rank + pipeline` ..."""
+        """The numbers of the devices of a place in the pipeline, and so of all of its stages."""
         size = self.data * self.tensor
         return range(rank * size, (rank + 1) * size)

@@ -15,6 +15,7 @@ from autopar.plan.display import by_hand
 from autopar.plan.placeholders import ordinal
 from autopar.plan.recompute import recompute_by_stage
 from autopar.plan.stage import Stage
+from autopar.schedule.builders import V_SHAPED, ranks_of_stages
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -44,8 +45,8 @@ class PlanByHand:
 
         Args:
             devices: for each stage its device, or the devices of its replicas. Default: stage s on the s-th device
-                offered (CPU workers are called `"cpu:0"`, `"cpu:1"` ...); under interleaved-1f1b the stages go round
-                the devices offered.
+                offered (CPU workers are called `"cpu:0"`, `"cpu:1"` ...); under interleaved schedules the stages go
+                round the devices offered, under zb-v along half as many devices as stages and back.
             recompute: the stages that keep only their inputs and run their whole forwards again; or what stages do, as
                 `by_hand` calls it: "full" for all, {0: "full", 1: "stage", 2: "selective"} by stage.
             selective: the stages that recompute the cores of their attentions alone.
@@ -54,7 +55,10 @@ class PlanByHand:
             PlanError: stages that are not numbered 0, 1, 2 .., and other arguments that cannot be.
         """
         n_stages = _stages_in(split)
-        names = [(ordinal(s),) for s in range(n_stages)] if devices is None else _devices_by_stage(devices, n_stages)
+        if devices is None:
+            names: list[tuple[str, ...]] = [(ordinal(rank),) for rank in _ranks_in_order(schedule, n_stages)]
+        else:
+            names = _devices_by_stage(devices, n_stages)
         if isinstance(selective, str) or not isinstance(selective, Collection):
             raise PlanError(f"selective must list stages, as in [0, 1], got {selective!r}")
         unknown = ", ".join(repr(stage) for stage in selective if stage not in range(n_stages))
@@ -91,7 +95,7 @@ class PlanByHand:
         data: int | None = None,
         micro_batch: int | None = None,
         schedule: str | None = None,
-        chunks: int = 1,
+        chunks: int | None = None,
         zero: int = 0,
         recompute: str = "none",
         sequence_parallel: bool = False,
@@ -117,9 +121,9 @@ class PlanByHand:
             pipeline: devices that a micro-batch passes one after another.
             data: replicas. Default: what the devices leave.
             micro_batch: samples of each replica in a micro-batch. Default: 1 in a pipeline, otherwise all.
-            schedule: "gpipe", "1f1b", "interleaved-1f1b", "zb-h1" or "interleaved-zb". Default: 1f1b; with several
-                chunks interleaved-1f1b.
-            chunks: stages of each device.
+            schedule: "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb" or "zb-v". Default: 1f1b; with
+                several chunks interleaved-1f1b.
+            chunks: stages of each device. Default: 1; under zb-v 2.
             zero: what is cut over replicas: 0 nothing, 1 the optimizer's state, 2 gradients as well, which are reduced
                 for every micro-batch, 3 parameters as well. The gradient of tied parameters is cut only with 3. Prices
                 are those of devices that each step their part. One process at hand has one optimizer and adds up the
@@ -161,6 +165,15 @@ class PlanByHand:
             overlap=overlap,
         )
         return plan
+
+
+def _ranks_in_order(schedule: str, n_stages: int) -> Sequence[int]:
+    """The place of each stage on devices in their order: its own, but under a schedule that comes back."""
+    if schedule not in V_SHAPED or n_stages == 1:
+        return range(n_stages)
+    if n_stages % 2:
+        raise PlanError(f"under {schedule} every device has two stages, and {n_stages} are no multiple of two")
+    return ranks_of_stages(schedule, n_stages // 2, 2)
 
 
 def _stages_in(split: Mapping[str, int]) -> int:

@@ -37,8 +37,8 @@ from autopar.plan.placement import placed_on
 from autopar.plan.plan_report import PlanReport
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.plan.step_work import StepWork
-from autopar.plan.validation import places, rounds, violations, wrong_types
-from autopar.schedule.builders import INTERLEAVED
+from autopar.plan.validation import places, violations, wrong_types
+from autopar.schedule.builders import n_ranks, ranks_of_stages
 
 if TYPE_CHECKING:
     from autopar.plan.diff import PlanDiff
@@ -92,13 +92,27 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
 
     @property
     def used_devices(self) -> tuple[str, ...]:
-        return tuple(d for stage in self.stages[: self.ranks] for d in stage.devices)
+        return tuple(d for stage in self.first_stages for d in stage.devices)
 
     @property
     def ranks(self) -> int:
-        """Number of device groups in the pipeline: stage s is on the devices of stage s mod ranks."""
-        turns = rounds([stage.devices for stage in self.stages]) if self.schedule in INTERLEAVED else None
-        return len(self.stages) if turns is None else turns
+        """Number of device groups in the pipeline, each with `chunks` stages."""
+        found = n_ranks(self.schedule, [stage.devices for stage in self.stages])
+        return len(self.stages) if found is None else found
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of each stage: the number of its group of devices."""
+        return ranks_of_stages(self.schedule, self.ranks, self.chunks)
+
+    @property
+    def first_stages(self) -> tuple[Stage, ...]:
+        """Of every rank its first stage."""
+        return self.stages[: self.ranks]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank."""
+        return tuple(stage for stage, own in enumerate(self.rank_of) if own == rank)
 
     @property
     def priced_step_time(self) -> float | None:
@@ -115,8 +129,9 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
 
     @property
     def places(self) -> str:
-        """`cpu:0 | cpu:1+cpu:2` for two stages, the second with two replicas; `(cpu:0 | cpu:1) x 2` for two chunks."""
-        return places([stage.devices for stage in self.stages[: self.ranks]], self.chunks)
+        """`cpu:0 | cpu:1+cpu:2` for two stages, the second with two replicas; `(cpu:0 | cpu:1) x 2` for two chunks,
+        `(cpu:0 | cpu:1) and back` under zb-v."""
+        return places([stage.devices for stage in self.first_stages], self.schedule, self.chunks)
 
     @with_checked_names
     def explain(self, path: str | None = None) -> Any:

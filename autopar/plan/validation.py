@@ -11,7 +11,7 @@ from typing import Any
 from autopar.hints.module_paths import nearest
 from autopar.plan.assumptions import wrong_assumptions
 from autopar.plan.placeholders import is_ordinal
-from autopar.schedule.builders import INTERLEAVED, SCHEDULES
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, V_SHAPED, n_ranks, order_in_words
 from autopar.sharding.stage_sharding import problems
 
 _MOST_NAMED = 4  # devices of a stage, or operators, that a text lists in full
@@ -42,16 +42,12 @@ def wrong_types(plan: Any) -> list[str]:
     return found
 
 
-def rounds(groups: list[tuple[str, ...]]) -> int | None:
-    """p, if the stages take p different groups of devices in turn (0 1 .. p-1 0 1 ..); otherwise None."""
-    p = len(dict.fromkeys(groups))
-    return p if p and groups == groups[:p] * (len(groups) // p) else None
-
-
-def places(ranks: Iterable[Iterable[str]], chunks: int = 1) -> str:
+def places(ranks: Iterable[Iterable[str]], schedule: str = "", chunks: int = 1) -> str:
     """The text for the devices of a pipeline, each with `chunks` stages."""
     once = " | ".join(replicas(tuple(names)) for names in ranks)
-    return once if chunks == 1 else f"({once}) x {chunks}"
+    if chunks == 1:
+        return once
+    return f"({once}) and back" if schedule in V_SHAPED else f"({once}) x {chunks}"
 
 
 def replicas(names: Sequence[str]) -> str:
@@ -127,12 +123,8 @@ def _devices(plan: Any) -> Iterator[str]:
             yield f"stage {s} keeps products of layers that it recomputes, but it recomputes none; set layerwise"
     groups = [names for _, names in known]
     if plan.schedule in INTERLEAVED:
-        turns = rounds(groups)
-        if turns is None and groups:
-            yield (
-                f"under {plan.schedule} the stages go round the devices in turn (a | b | a | b), "
-                f"here they are {places(groups)}"
-            )
+        if groups and n_ranks(plan.schedule, groups) is None:
+            yield f"under {plan.schedule} the stages {order_in_words(plan.schedule)}, here they are {places(groups)}"
         counts = [_replicas(plan.stages[s]) for s, _ in known]
         if len(set(counts)) > 1:
             here = ", ".join(map(str, counts))

@@ -15,7 +15,7 @@ class Arrangement:
     """Which atoms and which device groups each stage has."""
 
     stages: tuple[tuple[int, ...], ...]  # atoms
-    groups: tuple[tuple[DeviceGroup, ...], ...]  # replicas of each stage; of stages s and s + ranks the same
+    groups: tuple[tuple[DeviceGroup, ...], ...]  # replicas of each stage; of all stages of a rank the same
     n_microbatches: int
     schedule: str
     recompute: tuple[int, ...]  # of each stage, a `Recompute`
@@ -72,7 +72,7 @@ class Arrangement:
         """A plan in a line."""
         ranks = [[device for group in rank for device in group.devices] for rank in self.ranks]
         n_stages, m = len(self.stages), self.n_microbatches
-        text = f"{n_stages} stage{'s' if n_stages > 1 else ''} on {places(ranks, self.chunks)}, "
+        text = f"{n_stages} stage{'s' if n_stages > 1 else ''} on {places(ranks, self.schedule, self.chunks)}, "
         if any(len(rank[0].devices) > 1 for rank in self.ranks):
             text += "meshes of " + " | ".join(str(len(rank[0].devices)) for rank in self.ranks) + " devices, "
         text += f"{m} micro-batch{'es' if m > 1 else ''}, {self.schedule}"

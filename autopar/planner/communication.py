@@ -71,4 +71,4 @@ def _again(stage: Stage) -> float:
 
 
 def _by_rank(plan: Plan, seconds: Callable[[Stage], float]) -> tuple[float, ...]:
-    return tuple(sum(seconds(stage) for stage in plan.stages[rank :: plan.ranks]) for rank in range(plan.ranks))
+    return tuple(sum(seconds(plan.stages[s]) for s in plan.stages_of(rank)) for rank in range(plan.ranks))

@@ -37,7 +37,7 @@ def device_memory(plan: Plan, timeline: Timeline | None) -> tuple[DeviceMemory, 
     peaks = timeline.peak_memory or ()
     found = []
     for rank in range(plan.ranks):
-        stages = tuple(range(rank, len(plan.stages), plan.ranks))
+        stages = plan.stages_of(rank)
         slot = max(timeline.schedule.slots_of(rank), key=lambda one: peaks[one])
         peak = max(plan.stages[stage].peak_memory or 0 for stage in stages)
         parts = {_IN_TIMELINES[name]: nbytes for name, nbytes in timeline.memory_parts(slot).items()}

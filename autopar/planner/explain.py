@@ -123,7 +123,7 @@ def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
     busy = sum(timeline.busy[slot] for slot in slots) / step
     link = max(0.0, 1 - free.step_time / step)
     link = min(link, 1 - busy) if busy < 1 else 0.0
-    exchanging = min(busy, exposed_communication(plan)[stage % plan.ranks] / step)
+    exchanging = min(busy, exposed_communication(plan)[plan.rank_of[stage]] / step)
     collectives = (("collectives", exchanging),) if exchanging else ()
     once, waits = timeline.on_whole_batch / step, set(slots).isdisjoint(timeline.whole_batch_slots)
     computing = busy - exchanging - (0.0 if waits else once)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autopar.costs.python_overhead import ACTION_OVERHEAD
@@ -20,7 +21,7 @@ from autopar.costs.shared_hardware import hardware_of
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import Recompute
 from autopar.plan.stage import SizeRatios, Stage
-from autopar.schedule.builders import SPLIT_BACKWARD, make_schedule
+from autopar.schedule.builders import SPLIT_BACKWARD, make_schedule, ranks_of_stages
 from autopar.schedule.clock import Transfer
 from autopar.schedule.micro_batches import from_mean, mean_and_ratio, split_sizes
 from autopar.schedule.simulate import StageTimes, simulate
@@ -124,10 +125,15 @@ class PredictedStep:
             replicas=tuple(n // copies for n in self.replicas),
         )
 
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return ranks_of_stages(self.schedule, len(self.replicas), self.chunks)
+
     def _messages(self, number: int) -> int:
         """That an action of a stage sends and receives, from and to other devices; in a backward their gradients."""
-        ranks = len(self.replicas)
-        return sum(number in (t.source, t.target) and (t.source - t.target) % ranks != 0 for t in self.transfers)
+        rank = self._ranks
+        return sum(number in (t.source, t.target) and rank[t.source] != rank[t.target] for t in self.transfers)
 
     def _times(self, number: int) -> StageTimes:
         """The seconds of a stage's actions, with the overhead of each and the handling of its messages.
@@ -141,7 +147,7 @@ class PredictedStep:
         again = stage.again or (0.0,) * len(stage.forward)
         if stage.recompute == Recompute.STAGE:
             again = stage.forward
-        first = self.replicas[number % len(self.replicas)]  # micro-batches from 0 on, one on each replica
+        first = self.replicas[self._ranks[number]]  # micro-batches from 0 on, one on each replica
         lacks = [stage.accumulation if i < first else 0.0 for i in range(len(stage.backward))]
         backward = [max(0.0, b - n) + f for b, f, n in zip(stage.backward, again, lacks, strict=True)]
         weight = backward
@@ -191,20 +197,20 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1) -> PredictedStep | None:
         n = m * batch_factor
         each = (link.seconds - back,) * n, (back,) * n
         transfers.append(Transfer(link.source, link.target, *each, overlap=not link.blocking))
-    n_groups = sum(stage.replicas for stage in plan.stages[: plan.ranks])  # a mesh is one group, as in `Arrangement`
+    n_groups = sum(stage.replicas for stage in plan.first_stages)  # a mesh is one group, as in `Arrangement`
     return PredictedStep(
         tuple(stages),
         tuple(transfers),
         plan.schedule,
         m * batch_factor,
-        tuple(stage.replicas for stage in plan.stages[: plan.ranks]),
+        tuple(stage.replicas for stage in plan.first_stages),
         plan.chunks,
         plan.training,
         plain=n_groups == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
         barrier=_barrier(plan),
         overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0) if plan.action_time is None else plan.action_time,
         handling=plan.message_time or 0.0,
-        hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
+        hardware=hardware_of(s.devices[i * s.shards] for s in plan.first_stages for i in range(s.replicas)),
         one_worker=plan.one_worker,
     )
 

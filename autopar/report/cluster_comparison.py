@@ -65,7 +65,7 @@ def _cells(row: PlannedRow) -> list[str]:
 
 def described(plan: Plan) -> str:
     """The decisions of a plan in a line: equal stages are counted."""
-    first = plan.stages[: plan.ranks]
+    first = plan.first_stages
     widths = {(stage.replicas, stage.sharding.mesh if stage.sharding else ()) for stage in first}
     text = f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
     parts = []

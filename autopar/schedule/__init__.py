@@ -8,7 +8,7 @@ One or more slots serve a stage; each of them runs its share of the micro-batche
                          slot 1: i odd
 
     replicas (1, 1),     rank 0               rank 1                 rank g of p serves the stages
-    chunks 2             slot 0: stages 0, 2  slot 1: stages 1, 3    g, g + p, g + 2p, ...
+    chunks 2             slot 0: stages 0, 2  slot 1: stages 1, 3    g, g + p, g + 2p, ...; under zb-v g, 2p - 1 - g
 
 The schedules, as `print(schedule)` draws them: a row a slot, named `stage.replica`, on a clock where every action takes
 one unit. F1 is the forward of micro-batch 1, B1 its backward. A backward may be split: I1 computes the gradients of the
@@ -46,4 +46,11 @@ rank; 3mv + p - 1 units of a stage, where zb-h1 with stages v times as large tak
 
     0+2.0 | F0.0 F0.1 F2.0 F2.1 F0.2 I2.0 W2.0 I2.1 W2.1 F2.2 I0.0 W0.0 I0.1 W0.1 I2.2 W2.2 .... I0.2 W0.2
     1+3.0 | .... F1.0 F1.1 F3.0 I3.0 F3.1 I3.1 F1.2 I1.0 W3.0 I1.1 W3.1 F3.2 I3.2 W1.0 W1.1 I1.2 W3.2 W1.2
+
+zb-v (Qi et al. 2024): two stages a device, which go along the ranks and back, so that the last rank turns micro-batches
+round without a transfer and the first one has the first and the last stage; 6m + p - 1 units of a stage, and no rank
+holds more than the first one under 1f1b.
+
+    0+3.0 | F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 I0.2 W0.2 ....
+    1+2.0 | .... F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 I1.1 I2.2 I1.2 W1.1 W2.2 W1.2
 """

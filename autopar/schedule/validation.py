@@ -3,7 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from autopar.schedule.builders import INTERLEAVED, in_flight_limit, interleaved_in_flight_limit, make_schedule
+from autopar.schedule.builders import (
+    INTERLEAVED,
+    in_flight_limit,
+    interleaved_in_flight_limit,
+    make_schedule,
+    n_ranks,
+    order_in_words,
+)
 from autopar.schedule.clock import Action, Phase, chain, execute
 from autopar.schedule.table import Schedule
 
@@ -43,9 +50,8 @@ def _wrong_placement(schedule: Schedule) -> Iterator[str]:
     if len(schedule.actions) != len(slots) or sorted(slots) != list(range(len(slots))):
         yield f"{len(schedule.actions)} lists of actions for {len(slots)} slots: one list for each slot of a stage"
     if schedule.name in INTERLEAVED:
-        chunks = schedule.n_stages // max(1, len(groups))
-        if schedule.placement != groups * chunks:
-            yield f"placement {schedule.placement}: the stages go round the {len(groups)} ranks in turn"
+        if groups and n_ranks(schedule.name, schedule.placement) is None:
+            yield f"placement {schedule.placement}: under {schedule.name} the stages {order_in_words(schedule.name)}"
         if len(set(map(len, groups))) > 1:
             yield f"placement {schedule.placement}: every rank has as many slots"
     elif len(groups) < schedule.n_stages:

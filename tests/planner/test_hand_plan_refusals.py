@@ -35,7 +35,7 @@ from autopar.schedule.builders import SCHEDULES
                 "zero must be one of 0, 1, 2, 3, got 5",
                 "recompute must be one of none, selective, full, selective-op, stage, got 'some'",
                 "tensor=3 x pipeline=2 x data=1 are 6 devices, not 8",
-                "chunks=2 needs schedule='interleaved-1f1b' or 'interleaved-zb', got '1f1b'",
+                "chunks=2 needs schedule='interleaved-1f1b' or 'interleaved-zb' or 'zb-v', got '1f1b'",
             ],
         ),
         (
@@ -50,7 +50,7 @@ from autopar.schedule.builders import SCHEDULES
         ),
         (
             {"zero": 1.0, "recompute": ["full"], "schedule": {}},
-            ["zero must be one of 0, 1, 2, 3, got 1.0", "selective-op, stage, got ['full']", "interleaved-zb, got {}"],
+            ["zero must be one of 0, 1, 2, 3, got 1.0", "selective-op, stage, got ['full']", "zb-v, got {}"],
         ),
         ({"zero": 1, "pipeline": 4, "tensor": 2}, ["zero=1 cuts what replicas hold, and data=1 has no replicas"]),
         ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor=1 has one: it needs tensor=2 or more"]),

@@ -14,6 +14,7 @@ import torch
 from examples import examples
 from hypothesis import given, settings
 from law_cases import Case, cases, step_time
+from simulations import chunk_counts
 from torch import nn
 
 from autopar import Plan, PlanError
@@ -22,7 +23,7 @@ from autopar.options import PlanOptions
 from autopar.planner.hand_plan.by_hand import plan_by_hand
 from autopar.planner.hand_plan.degrees import ZERO
 from autopar.planner.hand_plan.shared_work import SharedWork
-from autopar.schedule.builders import INTERLEAVED, SCHEDULES
+from autopar.schedule.builders import SCHEDULES
 
 SAME = 1.01
 pytestmark = pytest.mark.usefixtures("shared_exports")
@@ -35,7 +36,7 @@ def all_degrees(n_devices: int, batch: int) -> Iterator[dict[str, Any]]:
         data, rest = divmod(n_devices, tensor * pipeline)
         sizes = [n for n in range(1, batch + 1) if data and batch % (n * data) == 0]
         for samples, schedule, zero in itertools.product(() if rest else sizes, SCHEDULES, ZERO):
-            for chunks in (1, 2, 3) if schedule in INTERLEAVED else (1,):
+            for chunks in chunk_counts(schedule, pipeline):
                 yield {
                     "tensor": tensor,
                     "pipeline": pipeline,

@@ -8,6 +8,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulations import chunk_counts
 
 from autopar.plan.recompute import Recompute
 from autopar.planner.predicted_step import PredictedStage, PredictedStep
@@ -25,7 +26,7 @@ def steps(draw: st.DrawFn) -> tuple[int, PredictedStep]:
     interleaved = schedule in INTERLEAVED
     ranks, copies = draw(st.integers(1, 4)), draw(st.integers(2, 4))
     replicas = [draw(st.integers(1, 1 if interleaved else 3)) for _ in range(ranks)]
-    chunks = draw(st.integers(1, 3)) if interleaved and ranks > 1 else 1
+    chunks = draw(st.sampled_from(chunk_counts(schedule, ranks))) if ranks > 1 else 1
     m = copies * draw(st.integers(1, 6))
     stages, n, nbytes = [], ranks * chunks, st.integers(0, 100)
     for number in range(n):

@@ -28,7 +28,7 @@ from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.priced_step import predicted_step
 from autopar.planner.search_options import SearchOptions
 from autopar.planner.sensitivity import sensitivity
-from autopar.schedule.builders import INTERLEAVED, SCHEDULES
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, possible_chunks, ranks_of_stages
 from cost_models import Cluster
 from cost_models.collectives.overlap import Overlap
 
@@ -71,11 +71,14 @@ def small_plans(draw: st.DrawFn) -> Plan:
     costs = launched(costs, launches, recipe=Recipe(overlap=Overlap(sends=draw(st.booleans()))))
     costs = dataclasses.replace(costs, training=draw(st.booleans()))
     m, schedule, ranks = draw(st.integers(1, BATCH)), draw(st.sampled_from(SCHEDULES)), draw(st.sampled_from([1, 2, 4]))
-    chunks = draw(st.sampled_from([1, 4 // ranks])) if schedule in INTERLEAVED else 1
+    every = [v for v in (1, 2, 4) if v * ranks <= 4 and possible_chunks(schedule, ranks, v)]
+    assume(every)
+    chunks = draw(st.sampled_from(every))
     same = draw(st.integers(1, min(2, m)))
     replicas = [same if schedule in INTERLEAVED else draw(st.integers(1, min(2, m))) for _ in range(ranks)]
     free = iter(costs.groups)
-    groups = [tuple(next(free) for _ in range(n)) for n in replicas] * chunks
+    of_ranks = [tuple(next(free) for _ in range(n)) for n in replicas]
+    groups = [of_ranks[rank] for rank in ranks_of_stages(schedule, ranks, chunks)]
     searching, each = Searching(costs, SearchOptions()), 4 // len(groups)
     assume(len(searching.atoms.nodes) == 4)
     stages = tuple(tuple(range(each * s, each * (s + 1))) for s in range(len(groups)))

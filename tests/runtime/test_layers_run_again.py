@@ -98,7 +98,7 @@ def test_gradients_are_those_of_the_plain_model_whatever_recomputes(data: st.Dat
     modes = {s: data.draw(st.sampled_from([*RECOMPUTE, "full", "full"])) for s in range(n_stages)}
     plan = Plan.from_split(split, n_microbatches=data.draw(st.integers(1, 4)), schedule=schedule, recompute=modes)
     original = copy.deepcopy(model)
-    pm = autopar.parallelize(model, ["cpu"] * (2 if "interleaved" in schedule else n_stages), plan=plan)
+    pm = autopar.parallelize(model, ["cpu"] * (2 if schedule in INTERLEAVED else n_stages), plan=plan)
     x = torch.randn(4, WIDTH, requires_grad=True)
     mine, its = x.detach().requires_grad_(), x
     for _ in range(2):

@@ -15,7 +15,7 @@ import autopar
 from autopar import InputError, PipelinedModule, Plan
 from autopar.runtime.stages.stage_replica import StageReplica
 from autopar.runtime.step.passes import Passes
-from autopar.schedule.builders import INTERLEAVED, SCHEDULES
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, V_SHAPED, ranks_of_stages
 
 pytestmark = pytest.mark.usefixtures("shared_exports")
 
@@ -83,6 +83,9 @@ PLANS = {
     "interleaved-zb": Plan.from_split(
         residual_split(4), n_microbatches=3, schedule="interleaved-zb", devices=["cpu:0", "cpu:1"] * 2
     ),
+    "zb-v": Plan.from_split(
+        residual_split(4), n_microbatches=3, schedule="zb-v", devices=["cpu:0", "cpu:1", "cpu:1", "cpu:0"]
+    ),
 }
 
 
@@ -117,7 +120,7 @@ def test_every_schedule_gives_the_models_outputs_and_gradients(plan: Plan, recom
 @pytest.mark.slow
 def test_the_choice_of_schedule_does_not_change_a_bit_of_the_gradients() -> None:
     torch.manual_seed(0)
-    names = ("gpipe", "1f1b", "zb-h1", "interleaved-zb")
+    names = ("gpipe", "1f1b", "zb-h1", "interleaved-zb", "zb-v")
     models = [Residual() for _ in names]
     batch, target = ids(8), torch.randn(8, 6, 32)
     for model, name in zip(models, names, strict=True):
@@ -146,7 +149,8 @@ def test_replicated_ranks_run_an_interleaved_schedule(schedule: str) -> None:
     torch.manual_seed(0)
     model = Residual()
     original = copy.deepcopy(model)
-    devices = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]] * 2
+    groups = ["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]
+    devices = [groups[rank] for rank in ranks_of_stages(schedule, 2, 2)]
     plan = Plan.from_split(residual_split(4), n_microbatches=5, schedule=schedule, devices=devices)
     batch, target = ids(9), torch.randn(9, 6, 32)
     square(original(batch), target).backward()
@@ -203,7 +207,9 @@ def test_norms_dropout_and_own_backwards_get_the_same_bits_under_every_schedule(
         model.load_state_dict(models[0].state_dict())
         mine = x.clone().requires_grad_()
         torch.manual_seed(1)
-        run(model, Plan.from_split({"first": 0, "second": 1}, n_microbatches=3, schedule=name), mine, y, way)
+        devices = ["cpu:0", "cpu:0"] if name in V_SHAPED else None
+        plan = Plan.from_split({"first": 0, "second": 1}, n_microbatches=3, schedule=name, devices=devices)
+        run(model, plan, mine, y, way)
         seen.append({"input": mine.grad, **gradients(model)})
     for name, gradient in seen[0].items():
         assert all(torch.equal(gradient, other[name]) for other in seen[1:]), name  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ LONG = 1e6  # s
 def schedules(draw: st.DrawFn) -> tuple[Schedule, bool]:
     """With whether all forwards come first."""
     name = draw(st.sampled_from(SCHEDULES))
-    chunks = 2 if name in INTERLEAVED else 1
     ranks = draw(st.integers(1, 3))
+    chunks = 2 if name in INTERLEAVED else 1
     replicas = tuple(draw(st.integers(1, 2 if chunks == 1 else 1)) for _ in range(ranks))
     schedule = make_schedule(name, draw(st.integers(1, 5)), replicas, chunks=chunks)
     barrier = draw(st.booleans())

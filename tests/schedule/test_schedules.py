@@ -7,6 +7,7 @@ import pytest
 from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from simulations import chunk_counts
 
 import autopar.schedule
 from autopar.schedule.builders import (
@@ -33,7 +34,8 @@ def pipelines(draw: st.DrawFn, max_ranks: int = 6, max_replicas: int = 4) -> tup
     name = draw(st.sampled_from(SCHEDULES))
     replicas = st.integers(1, max_replicas)
     if name in INTERLEAVED:
-        return name, (draw(replicas),) * draw(st.integers(1, max_ranks)), draw(st.integers(1, 4))
+        ranks = draw(st.integers(1, max_ranks))
+        return name, (draw(replicas),) * ranks, draw(st.sampled_from(chunk_counts(name, ranks, 4)))
     return name, tuple(draw(st.lists(replicas, min_size=1, max_size=max_ranks))), 1
 
 
@@ -41,6 +43,13 @@ def with_table(schedule: Schedule, slot: int, table: list[Action]) -> Schedule:
     tables = list(schedule.actions)
     tables[slot] = tuple(table)
     return replace(schedule, actions=tuple(tables))
+
+
+def order_of_ranks(name: str, ranks: int, chunks: int) -> list[int]:
+    """The rank of each stage: round and round, or there and back."""
+    if name == "zb-v" and chunks == 2:
+        return [*range(ranks), *reversed(range(ranks))]
+    return [stage % ranks for stage in range(ranks * chunks)]
 
 
 def can_finish(schedule: Schedule) -> bool:
@@ -97,9 +106,8 @@ def test_each_microbatch_runs_once_per_phase_and_stage_on_its_slot(
     phases = (F,) if not training else (F, I, W) if name in SPLIT_BACKWARD else (F, B)
     placed = sorted((*action, slot) for slot, table in enumerate(schedule.actions) for action in table)
     expected = sorted(
-        (phase, chunk * len(replicas) + rank, i, sum(replicas[:rank]) + i % replicas[rank])
-        for chunk in range(chunks)
-        for rank in range(len(replicas))
+        (phase, stage, i, sum(replicas[:rank]) + i % replicas[rank])
+        for stage, rank in enumerate(order_of_ranks(name, len(replicas), chunks))
         for i in range(m)
         for phase in phases
     )
@@ -173,6 +181,7 @@ def test_interleaved_runs_forwards_in_groups_of_ranks_chunk_by_chunk_and_backwar
 def test_replicas_of_an_interleaved_schedule_are_pipelines_of_their_own(
     name: str, m: int, p: int, r: int, v: int
 ) -> None:
+    assume(v in chunk_counts(name, p))
     schedule = make_schedule(name, m, (r,) * p, chunks=v)
     for lane in range(min(r, m)):
         alone = make_schedule(name, len(range(lane, m, r)), (1,) * p, chunks=v)
@@ -317,7 +326,10 @@ def test_a_backward_may_be_split_under_any_name() -> None:
         ("gpipe", ((0,), ()), 1, "a stage has no slots"),
         ("gpipe", (), 0, "there are no stages"),
         ("zb-h1", ((0,), (1,), (0,)), 2, "under zb-h1 a slot serves one stage"),
-        ("interleaved-1f1b", ((0,), (1,), (0,)), 2, "the stages go round the 2 ranks in turn"),
+        ("interleaved-1f1b", ((0,), (1,), (0,)), 2, "under interleaved-1f1b the stages go round the devices in turn"),
+        ("interleaved-1f1b", ((0,), (1,), (1,), (0,)), 2, "the stages go round the devices in turn"),
+        ("zb-v", ((0,), (1,), (0,), (1,)), 2, "under zb-v the stages go along the devices and back"),
+        ("zb-v", ((0,), (1,)), 2, "under zb-v the stages go along the devices and back"),
         ("interleaved-1f1b", ((0,), (1, 2)), 3, "every rank has as many slots"),
     ],
 )
@@ -335,7 +347,9 @@ def test_validate_refuses_an_impossible_placement(
         (("gpipe", 0, (1,)), 1, "n_microbatches is 0"),
         (("1f1b", 4, ()), 1, "replicas is empty"),
         (("1f1b", 4, (1, 0)), 1, "0 replicas"),
-        (("1f1b", 4, (1, 1)), 2, "only interleaved-1f1b and interleaved-zb put several stages on a device, not 1f1b"),
+        (("1f1b", 4, (1, 1)), 2, "only interleaved-1f1b and interleaved-zb and zb-v put several"),
+        (("zb-v", 4, (1, 1)), 1, "1 chunks: zb-v puts two stages on a device, chunks=2"),
+        (("zb-v", 4, (1, 1)), 3, "3 chunks: zb-v puts two stages on a device, chunks=2"),
         (("interleaved-1f1b", 4, (1, 1)), 0, "chunks is 0"),
         (("interleaved-1f1b", 4, (1, 2)), 2, "as many devices on every rank"),
     ],
@@ -385,6 +399,7 @@ def test_the_drawings_in_the_documentation_are_what_print_shows() -> None:
         *str(make_schedule("interleaved-1f1b", 4, (1, 1), chunks=2)).splitlines()[1:],
         *str(make_schedule("zb-h1", 4, (1, 1, 1))).splitlines()[1:],
         *str(make_schedule("interleaved-zb", 3, (1, 1), chunks=2)).splitlines()[1:],
+        *str(make_schedule("zb-v", 3, (1, 1), chunks=2)).splitlines()[1:],
     ]
     assert [line.strip() for line in drawn] == printed
 

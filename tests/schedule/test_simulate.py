@@ -6,7 +6,7 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulations import Case, cases, seconds, uniform
+from simulations import Case, cases, chunk_counts, seconds, uniform
 
 from autopar.schedule.builders import INTERLEAVED, SCHEDULES, make_schedule
 from autopar.schedule.clock import Action, Phase, Transfer
@@ -212,6 +212,19 @@ def test_interleaved_zb_waits_for_the_first_forwards_alone(groups: int, p: int, 
     assert max(timeline.in_flight) == max(interleaved.in_flight)
 
 
+@given(st.integers(0, 12), st.integers(1, 5), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+def test_zb_v_waits_for_the_first_forwards_alone_and_holds_what_1f1b_does(
+    more: int, p: int, unit: int, b: int, w: int
+) -> None:
+    m = 2 * p + more
+    equal = uniform("zb-v", m, p, unit, 2 * unit, weight=unit, chunks=2)
+    assert equal.step_time == (6 * m + p - 1) * unit, "nothing can be shorter: the last rank waits for p - 1 forwards"
+    assert equal.in_flight == (2 * p,) * p, "of stages half as large: p micro-batches"
+    timeline = uniform("zb-v", m, p, unit, b + w, weight=w, chunks=2)
+    if w <= b:
+        assert timeline.step_time <= uniform("1f1b", m, p, 2 * unit, 2 * (b + w)).step_time
+
+
 @given(plain_names, st.integers(1, 12), st.integers(1, 6), st.integers(1, 9))
 def test_forwards_alone_hold_one_activation_and_do_without_backward_times(name: str, m: int, p: int, f: int) -> None:
     timeline = uniform(name, m, p, f, 7, training=False)
@@ -313,10 +326,11 @@ def test_replicas_reduce_together_and_a_device_finishes_its_stages_one_by_one() 
 
 @given(names, st.integers(1, 12), st.integers(1, 6), st.integers(1, 9), st.integers(1, 9), seconds)
 def test_no_backward_starts_before_the_barrier(name: str, m: int, p: int, f: int, b: int, loss: float) -> None:
-    timeline = uniform(name, m, p, f, b, barrier=loss)
+    chunks = chunk_counts(name, p)[0]
+    timeline = uniform(name, m, p, f, b, barrier=loss, chunks=chunks)
     last = max(event.end for event in timeline.events if event.action.phase is F)
     assert min(event.start for event in timeline.events if event.action.phase is not F) == last + loss
-    assert timeline.in_flight == (m,) * p
+    assert timeline.in_flight == (chunks * m,) * p
     if name not in INTERLEAVED:  # its groups of p forwards need p micro-batches to be back in time
         assert timeline.step_time == (m + p - 1) * (f + b) + loss
 

@@ -20,7 +20,7 @@ from autopar.planner.inter_op.device_kind import DeviceKind, Gradients
 from autopar.planner.inter_op.problem import Launches, Overlapping, Problem
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
-from autopar.schedule.builders import INTERLEAVED, SCHEDULES, SPLIT_BACKWARD, make_schedule
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, SPLIT_BACKWARD, V_SHAPED, make_schedule
 from autopar.schedule.clock import Phase
 from cost_models import HostCosts
 from cost_models.collectives.overlap import SLOWDOWN
@@ -215,6 +215,8 @@ def most_in_flight(schedule: str, n_microbatches: int, replicas: int, after: int
 
     The stage has `after` of the `groups`, devices or meshes, behind it, and all others before it.
     """
+    if schedule in V_SHAPED:  # half of what a slot holds of both stages
+        return math.ceil(make_schedule(schedule, n_microbatches, (1,) * groups, chunks=2).in_flight(0) / 2)
     if schedule in INTERLEAVED:  # counted as on the first of as many ranks as there can be
         replicas, after = 1, groups - 1
     before = groups - replicas - after

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from autopar.schedule.builders import INTERLEAVED, SCHEDULES, make_schedule
+from autopar.schedule.builders import INTERLEAVED, SCHEDULES, make_schedule, possible_chunks
 from autopar.schedule.clock import Action, Phase, Transfer
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.table import Schedule
@@ -15,6 +15,11 @@ F, B, I, W = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT  # noqa: E
 # Whole numbers of seconds, so that sums are exact and compared with ==.
 seconds = st.integers(0, 9).map(float)
 names = st.sampled_from(SCHEDULES)
+
+
+def chunk_counts(name: str, ranks: int, most: int = 3) -> list[int]:
+    """The stages that a schedule can give each rank, up to `most`."""
+    return [chunks for chunks in range(1, most + 1) if possible_chunks(name, ranks, chunks)]
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ def cases(draw: st.DrawFn, links: bool = False) -> Case:
     m = draw(st.integers(1, 8))
     p = draw(st.integers(1, 4))
     if name in INTERLEAVED:
-        replicas, chunks = [draw(st.integers(1, 2))] * p, draw(st.integers(1, 3))
+        replicas, chunks = [draw(st.integers(1, 2))] * p, draw(st.sampled_from(chunk_counts(name, p)))
     else:
         replicas, chunks = draw(st.lists(st.integers(1, 3), min_size=p, max_size=p)), 1
     schedule = make_schedule(name, m, replicas, chunks=chunks, training=draw(st.booleans()))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autopar.plan.exits.configuration import NotExpressed, ToolConfiguration, ToolDegrees, refuse, refuse_reading
-from autopar.schedule.builders import INTERLEAVED, SCHEDULES, make_schedule
+from autopar.schedule.builders import SCHEDULES, make_schedule, possible_chunks
 from autopar.schedule.clock import Action, Phase
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def degrees_from(source: str | ToolConfiguration) -> ToolDegrees:
         refuse_reading(TITLE, [f"{n_stages} stages do not go round {ranks} ranks"])
     chunks = n_stages // ranks
     differ = []
-    for name in SCHEDULES if chunks == 1 else INTERLEAVED:
+    for name in (name for name in SCHEDULES if possible_chunks(name, ranks, chunks)):
         table = make_schedule(name, m, [1] * ranks, chunks=chunks)
         other = next((k for k in range(ranks) if list(table.actions[k]) != actions[k]), None)
         if other is None:

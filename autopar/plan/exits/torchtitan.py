@@ -41,6 +41,7 @@ _SCHEDULES = {
     "1f1b": "1F1B",
     "interleaved-1f1b": "Interleaved1F1B",
     "interleaved-zb": "InterleavedZeroBubble",
+    "zb-v": "ZBVZeroBubble",
 }
 _CHECKPOINTS = {"none": "none", "selective-op": "selective", "selective": "selective", "full": "full", "stage": "full"}
 _AC = "activation-checkpoint"

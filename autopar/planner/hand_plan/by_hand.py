@@ -80,7 +80,7 @@ def plan_by_hand(
         stages_of_layers(layers, n_stages),
         n_microbatches=degrees.n_microbatches,
         schedule=degrees.schedule,
-        devices=[[names[i] for i in degrees.devices(stage % degrees.pipeline)] for stage in range(n_stages)],
+        devices=[[names[i] for i in degrees.devices(rank)] for rank in degrees.rank_of],
         recompute=dict.fromkeys(range(n_stages), recompute),
     )
     stage_of = {node.name: stage for node, stage in plan.assign(program, example.batching.storages).items()}
@@ -217,7 +217,7 @@ def _on_meshes(
         progress(f"strategies of stage {number}", number / degrees.pipeline)
         names.append(builder.of(stage).name)
     on_meshes = replace(costs, configurations=tuple(builder.found.values()))
-    return on_meshes, tuple(names * degrees.chunks), tuple(builder.notes)
+    return on_meshes, tuple(names[rank] for rank in degrees.rank_of), tuple(builder.notes)
 
 
 class Configurations:

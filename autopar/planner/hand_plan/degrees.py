@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.plan.degrees import ZERO, Degrees
 from autopar.plan.recompute import RECOMPUTE
-from autopar.schedule.builders import INTERLEAVED, SCHEDULES, SPLIT_BACKWARD
+from autopar.schedule.builders import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, possible_chunks
 from autopar.sharding.mesh import divisors
 
 
@@ -44,8 +44,9 @@ def read_degrees(
     Where degrees contradict each other or the limits, the last line has what to give instead, so that nothing is wrong,
     or says that no degrees are right.
     """
-    counts = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks}
-    counts |= {name: n for name, n in (("data", data), ("micro_batch", micro_batch)) if n is not None}
+    counts = {"tensor": tensor, "pipeline": pipeline}
+    optional = {"data": data, "micro_batch": micro_batch, "chunks": chunks}
+    counts |= {name: n for name, n in optional.items() if n is not None}
     wrong = {
         name: f"{name} must be a whole number of at least 1, got {value!r}"
         for name, value in counts.items()
@@ -69,8 +70,9 @@ def read_degrees(
 
 def _filled_in(given: Mapping[str, Any], limits: Limits) -> Degrees:
     """The degrees `given`, by name, with what follows from them, or usual ones, for the others."""
-    values: dict[str, Any] = {"tensor": 1, "pipeline": 1, "chunks": 1, "zero": 0, "recompute": "none"}
+    values: dict[str, Any] = {"tensor": 1, "pipeline": 1, "zero": 0, "recompute": "none"}
     values |= {"sequence_parallel": False, "batch": limits.batch, **given}
+    values.setdefault("chunks", 2 if values.get("schedule") in V_SHAPED and values["pipeline"] > 1 else 1)
     values.setdefault("data", max(1, limits.n_devices // (values["tensor"] * values["pipeline"])))
     values.setdefault("schedule", _able("1f1b", values["chunks"]))
     # stages take turns with many micro-batches, a stage alone needs one
@@ -81,17 +83,19 @@ def _filled_in(given: Mapping[str, Any], limits: Limits) -> Degrees:
 
 def _able(schedule: str, chunks: int) -> str:
     """`schedule`, or one like it that puts as many stages on a device."""
-    if chunks == 1 or schedule in INTERLEAVED:
+    if possible_chunks(schedule, 2, chunks):
         return schedule
-    return next(name for name in INTERLEAVED if (name in SPLIT_BACKWARD) == (schedule in SPLIT_BACKWARD))
+    alike = (name for name in SCHEDULES if (name in SPLIT_BACKWARD) == (schedule in SPLIT_BACKWARD))
+    return next(name for name in alike if possible_chunks(name, 2, chunks))
 
 
 def _contradictions(wanted: Degrees, given: Collection[str], limits: Limits) -> Iterator[str]:
     """`given`: the degrees that the user gave; the others follow from these."""
     yield from _of_devices_and_batch(wanted, given, limits)
     yield from _of_counts(wanted, limits.n_layers)
-    if wanted.chunks > 1 and wanted.schedule not in INTERLEAVED:
-        yield f"chunks={wanted.chunks} needs schedule={' or '.join(map(repr, INTERLEAVED))}, got {wanted.schedule!r}"
+    if not possible_chunks(wanted.schedule, wanted.pipeline, wanted.chunks):
+        able = [name for name in SCHEDULES if possible_chunks(name, wanted.pipeline, wanted.chunks)]
+        yield f"chunks={wanted.chunks} needs schedule={' or '.join(map(repr, able))}, got {wanted.schedule!r}"
     yield from limits.refused(wanted)
 
 

@@ -44,7 +44,7 @@ from autopar.planner.inter_op.space import Space
 from autopar.planner.predicted_step import PredictedStep
 from autopar.planner.priced_step import predicted_step
 from autopar.planner.search_options import SearchOptions
-from autopar.schedule.builders import SCHEDULES
+from autopar.schedule.builders import SCHEDULES, ranks_of_stages
 from autopar.schedule.micro_batches import largest_size
 from autopar.schedule.timeline import Timeline
 
@@ -319,7 +319,8 @@ class Searching(SearchSpace):
     def _candidates(self, config: Config, found: PartitionResult) -> Iterator[Candidate]:
         """The partition under its schedule, and where the schedule is free, under those that were not searched."""
         stages = tuple(tuple(np.flatnonzero(inside).tolist()) for inside in found.stages())
-        groups = assign_groups(self.costs, self.pools, self.atoms, stages, found, config.chunks)
+        rank_of = ranks_of_stages(config.schedule, len(stages) // config.chunks, config.chunks)
+        groups = assign_groups(self.costs, self.pools, self.atoms, stages, found, rank_of)
         if groups is None:
             return
         kinds = [found.problem.kinds[stage.kind].name for stage in found.solution.stages]

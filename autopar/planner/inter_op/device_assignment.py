@@ -23,24 +23,30 @@ def assign_groups(
     atoms: Atoms,
     stages: Sequence[tuple[int, ...]],
     found: PartitionResult,
-    chunks: int,
+    rank_of: Sequence[int],
 ) -> tuple[tuple[DeviceGroup, ...], ...] | None:
-    """The replicas of each stage; with `chunks`, stages s and s + ranks run on the same groups. None if meshes of
-    several widths do not find their places in the nodes.
+    """The replicas of each stage; stages of one rank run on the same groups. None if meshes of several widths do not
+    find their places in the nodes.
+
+    `rank_of`: the rank of each stage, whose first stages come in order before all others (`ranks_of_stages`).
 
     Where all links are alike, groups are many, or widths differ, each stage takes the next devices of its pool in the
     given order (a cluster's: node by node). Otherwise each stage in turn takes the groups that its inputs reach fastest
     from the stages that have theirs. That is tried with several groups as the first of all; the assignment with the
     least seconds of transfers per micro-batch wins.
     """
-    ranks = len(stages) // chunks
+    ranks = max(rank_of) + 1
+
+    def of_stages(groups: Sequence[tuple[DeviceGroup, ...]]) -> tuple[tuple[DeviceGroup, ...], ...]:
+        return tuple(groups[rank] for rank in rank_of)
+
     solution = found.solution
     pool_of = [found.problem.pools[stage.kind] for stage in solution.stages[:ranks]]
     replicas = [stage.replicas for stage in solution.stages[:ranks]]
     widths = [found.problem.kinds[stage.kind].width for stage in solution.stages[:ranks]]
     if len(set(zip(pool_of, widths, strict=True))) > len(set(pool_of)):
         groups = _of_any_width(costs, pools, list(zip(pool_of, widths, replicas, strict=True)))
-        return None if groups is None else groups * chunks
+        return None if groups is None else of_stages(groups)
     width_of = dict(zip(pool_of, widths, strict=True))
     pools = [neighbours(costs, pool, width_of.get(index, 1)) for index, pool in enumerate(pools)]
     if costs.one_link is not None or not costs.links or len(costs.groups) > _MOST_PLACED:
@@ -49,12 +55,12 @@ def assign_groups(
         for pool, number in zip(pool_of, replicas, strict=True):
             alike.append(tuple(free[pool][:number]))
             del free[pool][:number]
-        return tuple(alike) * chunks
-    flows = _flows(atoms, stages, ranks)
+        return of_stages(alike)
+    flows = _flows(atoms, stages, rank_of)
     first = pools[pool_of[0]]
     starts = range(0, len(first), max(1, len(first) // _STARTS))
     tried = [_from(costs, pools, pool_of, replicas, flows, start) for start in starts]
-    return min(tried, key=lambda found: found[0])[1] * chunks
+    return of_stages(min(tried, key=lambda found: found[0])[1])
 
 
 class FreeDevices:
@@ -156,13 +162,13 @@ def _from(
     return total, tuple(chosen)
 
 
-def _flows(atoms: Atoms, stages: Sequence[tuple[int, ...]], ranks: int) -> list[dict[int, float]]:
+def _flows(atoms: Atoms, stages: Sequence[tuple[int, ...]], rank_of: Sequence[int]) -> list[dict[int, float]]:
     """For every rank the bytes, both ways, between it and each earlier one."""
-    rank_of = {atom: index % ranks for index, inside in enumerate(stages) for atom in inside}
-    flows: list[dict[int, float]] = [{} for _ in range(ranks)]
+    rank_of_atom = {atom: rank for rank, inside in zip(rank_of, stages, strict=True) for atom in inside}
+    flows: list[dict[int, float]] = [{} for _ in range(max(rank_of) + 1)]
     for value in atoms.values:
-        source = rank_of[value.producer]
-        for target in {rank_of[c] for c in value.consumers} - {source}:
+        source = rank_of_atom[value.producer]
+        for target in {rank_of_atom[c] for c in value.consumers} - {source}:
             early, late = sorted((source, target))
             flows[late][early] = flows[late].get(early, 0.0) + value.nbytes + value.grad_nbytes
     return flows

@@ -38,7 +38,7 @@ from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.inter_op.stage_seconds import KnownSeconds
 from autopar.planner.search_options import SearchOptions
-from autopar.schedule.builders import INTERLEAVED, SPLIT_BACKWARD
+from autopar.schedule.builders import INTERLEAVED, SPLIT_BACKWARD, V_SHAPED
 from autopar.schedule.micro_batches import largest_size
 from autopar.sharding.mesh import divisors
 
@@ -210,6 +210,7 @@ class SearchSpace:
                 ranks = meshes // copies
                 # With one stage a device, more micro-batches are in flight than under 1f1b, and hide sends.
                 numbers = (1, *self.effort.chunks) if self.sends_looked_at else self.effort.chunks
+                numbers = (2,) if name in V_SHAPED else numbers
                 for chunks in numbers if ranks > 1 and copies <= self.most_replicas else ():
                     if ranks * chunks < self.n_cuts:
                         yield Config(name, m, counts, chunks, most_width=width, least_width=width, copies=copies)
@@ -366,7 +367,7 @@ class SearchSpace:
         if self.options.schedule is not None:
             return [self.options.schedule]
         if not self.costs.training:
-            return ["gpipe", "interleaved-1f1b"]
+            return ["gpipe", "interleaved-1f1b", *V_SHAPED]
         if not self.options.loss_inside:
             # All forwards come before the caller's loss: no schedule holds fewer micro-batches than gpipe.
             return ["gpipe", "zb-h1", *INTERLEAVED]

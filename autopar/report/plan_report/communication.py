@@ -104,11 +104,11 @@ def _exposed(plan: Plan) -> Table:
     rows = tuple(
         (
             devices_text(plan.stages[rank].devices),
-            ", ".join(str(s) for s in range(rank, len(plan.stages), plan.ranks)),
+            ", ".join(map(str, plan.stages_of(rank))),
             seconds_text(exposed),
             percent(exposed / step) if step else _UNKNOWN,
             seconds_text(hidden),
-            seconds_text(sum(plan.stages[s].sync_time or 0.0 for s in range(rank, len(plan.stages), plan.ranks))),
+            seconds_text(sum(plan.stages[s].sync_time or 0.0 for s in plan.stages_of(rank))),
         )
         for rank, (exposed, hidden) in enumerate(pairs)
     )

@@ -40,7 +40,7 @@ def timeline(subject: Subject) -> Section:
     plan, predicted, profile = subject.plan, subject.timeline, subject.profile
     title = "Timeline of one step"
     if predicted is None:
-        counts = [stage.replicas for stage in plan.stages[: plan.ranks]]
+        counts = [stage.replicas for stage in plan.first_stages]
         drawn = min(plan.n_microbatches, _MOST_DRAWN)
         schedule = make_schedule(plan.schedule, drawn, counts, chunks=plan.chunks, training=plan.training)
         alone = _measured_alone(profile)
@@ -208,7 +208,7 @@ def _predicted_lanes(
                 spans.append(_span(one.start, one.reduced, end, _REDUCTION, f"gradients of stage {one.stage} summed"))
                 spans.append(_span(one.reduced, one.end, end, _OPTIMIZER, f"optimizer step of stage {one.stage}"))
         busy = timeline.busy[slot] / (timeline.step_time or 1.0)
-        exchanging = min(busy, exposed[stages[0] % plan.ranks] / (timeline.step_time or 1.0))
+        exchanging = min(busy, exposed[plan.rank_of[stages[0]]] / (timeline.step_time or 1.0))
         label = f"{device}{f' +{stage.shards - 1}' if stage.shards > 1 else ''}"
         drawn = tuple(span for span in spans if span.width > 0)
         yield TimelineLane(label, _busy_text(busy, exchanging), drawn, group)

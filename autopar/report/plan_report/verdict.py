@@ -64,7 +64,7 @@ def _by_degrees(plan: Plan, degrees: Degrees) -> str:
 
 def _by_stages(plan: Plan) -> str:
     """By what the devices of the stages' meshes do, where degrees are too few words."""
-    first = plan.stages[: plan.ranks]
+    first = plan.first_stages
     widths, replicas = [stage.shards for stage in first], {stage.replicas for stage in first}
     axes = axes_of(plan.stages)
     if axes is None or len(replicas) > 1:
@@ -88,7 +88,7 @@ def _by_stages(plan: Plan) -> str:
 def _by_shape(plan: Plan, widths: list[int]) -> str:
     """Of stages whose devices share work in different ways."""
     used = len(plan.used_devices)
-    replicas = [stage.replicas for stage in plan.stages[: plan.ranks]]
+    replicas = [stage.replicas for stage in plan.first_stages]
     if len(plan.stages) == 1:
         text = f"data parallel {used}"
     else:

@@ -22,6 +22,7 @@ CASES = [
     (3, Order(n_blocks=6, skips=(3, 5), schedule="zb-h1", n_microbatches=4, call="backward")),
     (2, Order(n_blocks=8, plan="chunks", n_microbatches=4)),
     (2, Order(n_blocks=8, plan="chunks", schedule="interleaved-zb", n_microbatches=4)),
+    (2, Order(n_blocks=8, tied=True, plan="chunks", schedule="zb-v", n_microbatches=3)),
     (2, Order(tied=True, plan="chunks", batches=(6,), call="backward")),  # a gradient is complete early on one rank
     (2, Order(plan="data", frozen=(1,), unused=(2,), batches=(8, 4))),
     (2, Order(plan="tensor")),

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rendezvous import Deadlock, PairQueues
+from simulations import chunk_counts
 
 from autopar import AutoparError
 from autopar.runtime.ranks.messages.exchange_wire import ExchangeWire
@@ -139,7 +140,13 @@ class Pipeline:
 
 CASES = [
     *[(name, m, (1,) * p, 1) for name in ("gpipe", "1f1b", "zb-h1") for p in (2, 3, 4, 6) for m in (1, 2, 5, 12)],
-    *[(name, m, (1,) * p, v) for name in INTERLEAVED for p in (2, 3, 4) for v in (2, 3) for m in (p, 2 * p, 4 * p)],
+    *[
+        (name, m, (1,) * p, v)
+        for name in INTERLEAVED
+        for p in (2, 3, 4)
+        for v in chunk_counts(name, p)[-2:]
+        for m in (p, 2 * p, 4 * p)
+    ],
     *[
         (name, 7, replicas, 1)
         for name in ("gpipe", "1f1b", "zb-h1")
@@ -163,7 +170,8 @@ def test_no_schedule_deadlocks(
 def pipelines(draw: st.DrawFn) -> Pipeline:
     name = draw(st.sampled_from(SCHEDULES))
     if name in INTERLEAVED:
-        replicas, chunks = (1,) * draw(st.integers(2, 3)), draw(st.integers(2, 3))
+        replicas = (1,) * draw(st.integers(2, 3))
+        chunks = draw(st.sampled_from([v for v in chunk_counts(name, len(replicas)) if v > 1]))
         n_microbatches = len(replicas) * draw(st.integers(1, 3))
     else:
         replicas, chunks = tuple(draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))), 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from autopar.analysis.sample_states import IGNORES, NUMBERS, SELECTS
 from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Answer, Asking, answered_as_now
+from autopar.capture.call_answers import CallState, Question, answered_for_call
 from autopar.capture.call_inputs import leaf_names
 from autopar.capture.module_state import own_generators, torch_generators_restored
 from autopar.capture.open_sizes import SymbolicProgram
@@ -108,6 +109,15 @@ def has_backward(model: nn.Module, program: Program, loss_fn: LossFunction | Non
     return trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
 
 
+def grad_mode_of(loss: LossFunction | None) -> AbstractContextManager[object]:
+    """Inside, the grad mode of a call: a training step with a loss records gradients in any grad mode of the caller."""
+    stack = ExitStack()
+    if loss is not None:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+    return stack
+
+
 def examine(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -132,7 +142,7 @@ def examine(
         program = capture(
             model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead, strict=strict, device=device
         )
-    program = replace(program, autocast=tuple(asked))
+    program = asked.kept_with(program)
     program, batching = study_call(model, program, args, kwargs, device_types, verify=verify)
     _check_chosen_dimensions(model, program, batching, args, kwargs)
     return program, batching
@@ -213,15 +223,31 @@ def capture_symbolic(
         except CaptureError as error:
             log.info("capture with symbolic sizes failed, so every size is captured by itself: %s", error)
             return None
-    return SymbolicProgram.of(replace(program, autocast=tuple(asked)), open_sizes)
+    return SymbolicProgram.of(asked.kept_with(program), open_sizes)
 
 
+class _Learned(NamedTuple):
+    """What the model's code learned of the call."""
+
+    autocast: dict[Answer, None]
+    of_call: dict[Question, Hashable]
+
+    def kept_with(self, program: Program) -> Program:
+        return replace(program, autocast=tuple(self.autocast), learned=tuple(self.of_call.items()))
+
+
+@contextmanager
 def _answered(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device_types: set[str], device: torch.device | None
-) -> AbstractContextManager[dict[Answer, None]]:
+) -> Iterator[_Learned]:
     """`device`: where the capture takes all tensors to be; None: where they are."""
-    home = device or common_device(model, flattened(args, kwargs)[0])
-    return answered_as_now(Asking.of(home, device_types))
+    leaves, _ = flattened(args, kwargs)
+    home = device or common_device(model, leaves)
+    with (
+        answered_as_now(Asking.of(home, device_types)) as autocast,
+        answered_for_call(CallState(model, leaves)) as of_call,
+    ):
+        yield _Learned(autocast, of_call)
 
 
 def without_values(
@@ -295,7 +321,8 @@ def capture_example(
 ) -> Example:
     """Capture a call of `model` for these devices. The model is unchanged. Raises CaptureError, InputError."""
     types = {device.torch_device.type for device in devices}
-    program, batching = examine(model, args, kwargs, types, batch_dim=batch_dim, verify=verify, strict=strict)
+    with grad_mode_of(loss_fn):
+        program, batching = examine(model, args, kwargs, types, batch_dim=batch_dim, verify=verify, strict=strict)
     leaves, _ = program.bind(args, kwargs) or ([], 0)
     training = has_backward(model, program, loss_fn)
     loss = under_default_device(loss_fn)

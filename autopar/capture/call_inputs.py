@@ -80,19 +80,22 @@ def _dimensions(leaf: Any) -> str:
 
 def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """For every leaf, the parameter of `forward` that it was passed for."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
+    named = [*zip(_positional_names(model, len(args)), args, strict=True), *kwargs.items()]
+    return [name for name, value in named for _ in torch_private.tree_leaves(value)]
+
+
+def _positional_names(model: nn.Module, n: int) -> list[str]:
+    """The parameters of `forward` that `n` positional arguments are passed for; those in its `*args` are `args[i]`."""
     names = []
-    for index, arg in enumerate(args):
-        named = index < len(parameters) and parameters[index].kind is not inspect.Parameter.VAR_POSITIONAL
-        names += [parameters[index].name if named else f"args[{index}]"] * len(torch_private.tree_leaves(arg))
-    for key, value in kwargs.items():
-        names += [key] * len(torch_private.tree_leaves(value))
-    return names
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            break
+        names.append(parameter.name)
+    return names[:n] + [f"args[{index}]" for index in range(len(names), n)]
 
 
 def refuse_packed_sequences(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    names = [*inspect.signature(model.forward).parameters][: len(args)]
-    names += [f"args[{index}]" for index in range(len(names), len(args))]
+    names = _positional_names(model, len(args))
 
     def is_packed(value: Any) -> bool:
         return isinstance(value, nn.utils.rnn.PackedSequence)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +11,12 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.calling_code import line_of_model, torch_calls
 from autopar.capture.module_paths import ModulePaths, running_module
 from autopar.capture.module_state import CONTAINERS, TORCHS_OWN, Generators, unchanged
 from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import warn
 
-_OWN_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-_PASSING_ON = (__file__, traceback.__file__, *map(inspect.getfile, (nn.Module, torch.Tensor, TorchFunctionMode)))
 # Modules whose code notes on a model what it has done to it. (The models of transformers are in transformers.models.)
 _LIBRARIES = ("torch.", "transformers.utils.")
 _TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
@@ -42,11 +38,11 @@ def refused_effects(model: nn.Module) -> Iterator[None]:
                 why = f"calls {func.__name__}() on a tensor"
             elif kwargs and kwargs.get("generator") is not None:
                 why = f"draws with {func.__name__}(generator=...)"
-            elif wanted is not None and wanted != args[0].requires_grad and not _torch_calls():
+            elif wanted is not None and wanted != args[0].requires_grad and not torch_calls():
                 why = f"sets requires_grad to {wanted} on a tensor"
             path = running_module(model) if why else None
             if path is not None:
-                why = f"{why} ({_line_of_model()}), which a captured graph loses"
+                why = f"{why} ({line_of_model()}), which a captured graph loses"
                 raise LostEffectError(f"module '{path or '(root)'}' {why}; do that outside of the model", path, why)
             return func(*args, **(kwargs or {}))
 
@@ -121,8 +117,9 @@ def calls_with_out(model: nn.Module) -> Iterator[list[str]]:
         yield callers
 
 
-def warn_of_lost_out(graph: fx.Graph, callers: list[str]) -> None:
-    """Warn if the graph has fewer operators that write to `out` than there were calls (`calls_with_out`).
+def warn_of_lost_out(module: fx.GraphModule, callers: list[str]) -> None:
+    """Warn if a graph has fewer operators that write to `out` than there were calls (`calls_with_out`), with those in
+    its blocks under no_grad or autocast.
 
     A tracer that decomposes such a call may leave the tensor named by `out` as it is.
     """
@@ -133,7 +130,8 @@ def warn_of_lost_out(graph: fx.Graph, callers: list[str]) -> None:
             return any(argument.name in node.kwargs for argument in written)
         return node.kwargs.get("out") is not None
 
-    if len(callers) > sum(map(writes_to_out, graph.nodes)):
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    if len(callers) > sum(writes_to_out(node) for graph in graphs for node in graph.nodes):
         warn(
             f"module '{callers[0]}' writes into a tensor with out=, which the captured model does not do; use copy_() "
             "to write a buffer"
@@ -178,20 +176,3 @@ def _wanted_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     if func is torch.Tensor.requires_grad_:
         return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     return None
-
-
-def _callers() -> Iterator[tuple[str, int]]:
-    """File and line of the running code, innermost first, without what passes a call on."""
-    for frame, number in traceback.walk_stack(None):
-        if frame.f_code.co_name != "__torch_function__" and frame.f_code.co_filename not in _PASSING_ON:
-            yield frame.f_code.co_filename, number
-
-
-def _torch_calls() -> bool:
-    """Whether torch or autopar itself makes the call under way, for a tensor of its own."""
-    return next(_callers())[0].startswith(_OWN_FILES)
-
-
-def _line_of_model() -> str:
-    """The line that runs, as file:line, outside of torch and autopar."""
-    return next(f"{file}:{number}" for file, number in _callers() if not file.startswith(_OWN_FILES))

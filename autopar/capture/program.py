@@ -22,6 +22,7 @@ from torch import fx, nn
 from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.attention_masks import settle_masks
 from autopar.capture.autocast_answers import Answer
+from autopar.capture.call_answers import CallAnswer
 from autopar.capture.call_inputs import find_batch, refuse_packed_sequences
 from autopar.capture.cleanup import tidy
 from autopar.capture.export import Traced, Tracers, check_call, trace
@@ -107,6 +108,7 @@ class Program:
     uncaptured: tuple[str, ...] = ()  # what runs as opaque operators, and why, for messages
     layers: tuple[str, ...] = ()  # paths of the modules that the model repeats (`layers.repeated_layers`)
     autocast: tuple[Answer, ...] = ()  # what the model's code learned of torch.autocast, where it asked
+    learned: tuple[CallAnswer, ...] = ()  # what it learned of gradients, settings and layouts
 
     @property
     def graph(self) -> fx.Graph:
@@ -351,7 +353,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         traced_as_calls(model, opaque, calls, dims),
     ):
         traced = trace(model, call.args, call.kwargs, call.symbols(dims), call.in_spec, tracers=tracers)
-    warn_of_lost_out(traced.module.graph, callers)
+    warn_of_lost_out(traced.module, callers)
     write, unseen = written_parameter(traced.module), unseen_write(traced.module)
     if write is not None:
         raise refusal(write[0], describe(write[1]))

@@ -15,6 +15,7 @@ A copy of the module, made for the call, holds the operands as its parameters an
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ from autopar.capture.held_tensors import HeldTensors
 from autopar.capture.module_state import generators_restored
 from autopar.errors import CaptureError
 from cost_models.graphs import get_attribute
+from cost_models.memory import saved_tensors
 
 Size = tuple[int, int]  # base and slope: a size of `base + slope * samples`
 
@@ -196,7 +198,7 @@ class Uncaptured:
             for one in module.modules:
                 one.training = False
         with contextlib.nullcontext() if running else generators_restored(self.held.generators):
-            result = module.root.forward(*args, **kwargs)
+            result = _under_hooks(functools.partial(module.root.forward, *args, **kwargs))
         module.refuse_registrations()
         module.write_buffers()
         if running:
@@ -262,6 +264,21 @@ class ChangedResultError(CaptureError):
 def same_constants(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether results that are no tensors are equal."""
     return len(a) == len(b) and all(x is y or (type(x) is type(y) and bool(x == y)) for x, y in zip(a, b, strict=True))
+
+
+def _under_hooks(forward: Callable[[], Any]) -> Any:
+    """What a user's code returns under the hooks on saved tensors of this thread, as far as it runs under them: it may
+    differentiate what it computes."""
+    if saved_tensors.forgotten():
+        with saved_tensors.put_aside():
+            return forward()
+    try:
+        return forward()
+    except RuntimeError as error:
+        if not saved_tensors.kept() or "saved tensor hooks" not in str(error):
+            raise
+    with saved_tensors.put_aside():  # torch.func.grad runs under none
+        return forward()
 
 
 def _samples(input_sizes: Sequence[Sequence[Size]], inputs: Sequence[torch.Tensor]) -> int | None:

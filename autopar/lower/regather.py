@@ -27,6 +27,7 @@ import torch
 from autopar.capture import torch_private
 from autopar.lower.collectives import MOVES, Move, Parts
 from cost_models.graphs import storage_key
+from cost_models.memory.saved_tensors import hooked
 
 _running = threading.local()  # .known: the gathered tensors of the forward that runs in this thread
 
@@ -69,7 +70,7 @@ def keeping_shards() -> Iterator[None]:
     """
     known = _Known()
     before = getattr(_running, "known", None)
-    with torch.autograd.graph.saved_tensors_hooks(known.pack, known.unpack):
+    with hooked(known.pack, known.unpack):
         _running.known = known
         try:
             yield

@@ -12,6 +12,7 @@ from torch import fx
 from cost_models.graphs import StorageNumbers, device_of, private_copy, run_nodes, tensors_in
 from cost_models.kernels.autocast_casts import AutocastCasts
 from cost_models.kernels.device_kernels import DeviceKernels
+from cost_models.memory.saved_tensors import hooked
 
 Place = int | None
 """A tensor of a node: i >= 0 is the i-th of `node.all_input_nodes`, -1 - j the j-th result, None one made inside."""
@@ -82,10 +83,9 @@ def measure_bytes(
         places[node.name] = [_place(storage, operands, lies_in[node]) for storage, _ in saved[node.name]]
         pending.clear()
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept)
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(training))
-        stack.enter_context(hooks)
+        stack.enter_context(hooked(pack, lambda kept: kept))
         if device.type == "meta":
             stack.enter_context(DeviceKernels(device_type))
         if autocast is not None:

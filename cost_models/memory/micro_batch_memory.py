@@ -29,6 +29,7 @@ from cost_models.kernels.autocast_casts import AutocastCasts
 from cost_models.kernels.device_kernels import DeviceKernels
 from cost_models.memory.allocations import Allocations, Convolutions
 from cost_models.memory.convolution_copies import kernels
+from cost_models.memory.saved_tensors import hooked
 from cost_models.memory.step_memory import BLOCK
 
 META = torch.device("meta")
@@ -289,7 +290,7 @@ class _Rehearsal:
         self._allocations.record(tensors_in(self._leaves))
 
     def _compute(self, *, again: bool) -> tuple[Any, ...]:
-        keep_nothing = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _forgotten)
+        keep_nothing = hooked(lambda _: None, _forgotten, forget=True)
         forgetting = self._passes.recompute and self._passes.training and not again
         with keep_nothing if forgetting else nullcontext():
             return run_nodes(self._code, [*self._values, *self._leaves])

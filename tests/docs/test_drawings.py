@@ -22,7 +22,14 @@ def test_every_action_of_every_schedule_is_a_box_with_its_micro_batch() -> None:
 
 def test_the_idle_shares_are_those_of_the_formulas() -> None:
     p, m = DRAWINGS["DEVICES"], DRAWINGS["MICROBATCHES"]
-    micro_batches = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 1 / 2, "zb-h1": 1 / 3, "interleaved-zb": 1 / 6, "zb-v": 1 / 6}
+    micro_batches = {
+        "gpipe": 1,
+        "1f1b": 1,
+        "interleaved-1f1b": 1 / 2,
+        "zb-h1": 1 / 3,
+        "interleaved-zb": 1 / 6,
+        "zb-v": 1 / 6,
+    }
     for name, each in micro_batches.items():
         waiting = (p - 1) * each
         step = DRAWINGS["timeline"](name, DRAWINGS["SCHEDULES"][name])

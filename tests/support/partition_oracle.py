@@ -141,12 +141,18 @@ def n_actions(problem: Problem) -> int:
     return 1 if not problem.backward.any() else 2 if problem.weight is None else 3
 
 
+def overhead(problem: Problem, stage: OracleStage) -> float:
+    """Seconds of every action of a stage: of the only one others than of one among several."""
+    alone = len(stage.atoms) == problem.n_atoms and stage.replicas == 1
+    return problem.overhead_of(stage.recompute, alone=alone)
+
+
 def way_back(problem: Problem, stage: OracleStage) -> float:
     """Seconds of all of a stage's actions but the forward."""
     forward, backward, _ = pass_times(problem, stage)
     again = forward if stage.recompute == Recompute.STAGE else 0.0
-    overhead = (n_actions(problem) - 1) * problem.overhead_of(stage.recompute)
-    return float(backward + again + overhead + (handling(problem, stage) if n_actions(problem) > 1 else 0.0))
+    actions = (n_actions(problem) - 1) * overhead(problem, stage)
+    return float(backward + again + actions + (handling(problem, stage) if n_actions(problem) > 1 else 0.0))
 
 
 def stage_time(problem: Problem, stage: OracleStage) -> float:
@@ -155,7 +161,7 @@ def stage_time(problem: Problem, stage: OracleStage) -> float:
     seconds = forward + backward
     seconds += forward if stage.recompute == Recompute.STAGE else 0.0
     actions = n_actions(problem)
-    seconds += actions * problem.overhead_of(stage.recompute)
+    seconds += actions * overhead(problem, stage)
     seconds += sum(arriving(problem, stage, backward) for backward in (False, True))
     seconds += min(actions, 2) * handling(problem, stage)
     return float(seconds + sum(v.nbytes for v in sent(problem, stage)) * share * kind.send_seconds_per_byte)
@@ -178,7 +184,7 @@ def each_more(problem: Problem, stage: OracleStage) -> float:
     kind = problem.kinds[stage.kind]
     forward, backward = pass_times(problem, stage)[0], way_back(problem, stage)
     nbytes = sum(v.nbytes for v in sent(problem, stage)) * problem.bytes_share
-    forward += problem.overhead_of(stage.recompute) + nbytes * kind.send_seconds_per_byte + handling(problem, stage)
+    forward += overhead(problem, stage) + nbytes * kind.send_seconds_per_byte + handling(problem, stage)
     there, back = (arriving(problem, stage, way) for way in (False, True))
     if problem.schedule in INTERLEAVED:
         return float(max(forward + backward, there, back))
@@ -276,9 +282,7 @@ def objective(problem: Problem, stages: Stages, before: frozenset[int] = frozens
         weight = pass_times(problem, stage)[2]
         single, split = m <= stage.replicas and problem.chunks == 1, problem.weight is not None
         parts = 1 if single else problem.most_delayed_parts
-        delayed = (
-            min(parts * (weight + problem.overhead_of(stage.recompute)), way_back(problem, stage)) if split else 0.0
-        )
+        delayed = min(parts * (weight + overhead(problem, stage)), way_back(problem, stage)) if split else 0.0
         gradient = shared_bytes(space_of(problem, stage).gradients, stage.atoms)
         kind = problem.kinds[stage.kind]
         reduction = not_hidden(problem, stage, float(kind.reduction(stage.replicas, Gradients(np.array(gradient)))))
@@ -488,6 +492,8 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool
             for received in [(draw(third), draw(third))]
         ),
         overhead=draw(st.sampled_from([0.0, 0.5])),
+        overhead_alone=draw(st.sampled_from([None, 0.25])),
+        plain=draw(st.booleans()),
         handling=draw(st.sampled_from([0.0, 0.25])),
         cores=again() if draw(st.booleans()) else None,
         blocks=again() if draw(st.booleans()) else None,

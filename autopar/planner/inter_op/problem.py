@@ -90,8 +90,9 @@ class Problem:
     launches: Launches | None = None  # beside `forward`, `backward` and `weight`; None: those contain them
     overlapping: Overlapping | None = None  # None: no collective runs behind kernels
     overhead: float = 0.0  # s of every action of a stage (forward, backward, weight part), beside its operators
+    overhead_alone: float | None = None  # the same of the only stage, on one device or mesh; None: as of others
     handling: float = 0.0  # s that a stage takes to send, or to receive, one message, besides what its link takes
-    plain: bool = False  # the only stage is run as the model itself, without overhead, unless it recomputes
+    plain: bool = False  # there the only stage is run as the model itself, without overhead, unless it recomputes
     may_recompute: bool = False  # stages may run their forwards again instead of keeping activations
     cores: CoreSeconds[np.ndarray] | None = None  # [n_kinds, n] where stages may do so with cores of attention alone
     blocks: CoreSeconds[np.ndarray] | None = None  # [n_kinds, n] where they may do so with one layer after the other
@@ -256,9 +257,13 @@ class Problem:
             return 1
         return 2 if self.weight is None else 3
 
-    def overhead_of(self, recompute: int) -> float:
-        """Seconds of every action of a stage that recomputes, or does not."""
-        return 0.0 if self.plain and not recompute else self.overhead
+    def overhead_of(self, recompute: int, *, alone: bool) -> float:
+        """Seconds of every action of a stage that recomputes, or does not. `alone`: the only one, without replicas."""
+        if not alone:
+            return self.overhead
+        if self.plain and not recompute:
+            return 0.0
+        return self.overhead if self.overhead_alone is None else self.overhead_alone
 
     @property
     def bytes_share(self) -> float:

@@ -56,7 +56,7 @@ class Costs:
         ]
         self._pairs = problem.space.tables.pairs
         self._seconds = {kind: problem.seconds_of(kind) for kind in dict.fromkeys(mode.kind for mode in self.modes)}
-        self._known_terms: dict[tuple[Mode, Lane, bool], Terms] = {}
+        self._known_terms: dict[tuple[Mode, Lane, bool, bool], Terms] = {}
         self.terms: dict[Mode, Terms] = {}
         for mode in self.modes:
             terms = self._helpful(mode)
@@ -245,17 +245,19 @@ class Costs:
     def terms_of(self, mode: Mode, replicas: int) -> Terms:
         """The terms of stages with `replicas`, which share the network cards of their nodes."""
         lane = self.problem.kinds[mode.kind].lane(replicas)
-        key = (mode, lane, self._single(replicas))
+        key = (mode, lane, self._single(replicas), replicas == 1)
         if key not in self._known_terms:
             self._known_terms[key] = self._terms(*key)
         return self._known_terms[key]
 
-    def _terms(self, mode: Mode, lane: Lane, single: bool) -> Terms:
-        """`single`: see `_single`."""
+    def _terms(self, mode: Mode, lane: Lane, single: bool, alone: bool) -> Terms:
+        """`single`: see `_single`. `alone`: without replicas."""
         problem, tables = self.problem, self.problem.tables(mode.kind)
         kind, share = problem.kinds[mode.kind], problem.bytes_share
         forward, backward, weight = self._seconds[mode.kind].passes(mode.recompute)
-        overhead = problem.overhead_of(mode.recompute)
+        overhead = np.full_like(forward, problem.overhead_of(mode.recompute, alone=False))
+        if alone:
+            overhead[self.pair(0, -1)] = problem.overhead_of(mode.recompute, alone=True)
         back = backward + (problem.n_actions - 1) * overhead + (forward if mode.recompute == Recompute.STAGE else 0.0)
         there = forward + overhead + kind.send_seconds_per_byte * share * tables.sent
         arriving = tables.arriving(lane.across)

@@ -19,10 +19,11 @@ from torch import nn
 
 from autopar.analysis.batch_tail import studied_again
 from autopar.analysis.batching import Batching
-from autopar.analysis.example import LossFunction, capture_symbolic, examine, ordinary, study_call
+from autopar.analysis.example import LossFunction, capture_symbolic, examine, grad_mode_of, ordinary, study_call
 from autopar.analysis.loss import LossSplit
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Asking
+from autopar.capture.call_answers import CallState
 from autopar.capture.call_inputs import leaf_names
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, common_device, flattened
@@ -95,10 +96,14 @@ class Captures:
 
     def find(self, call: CallArguments) -> BoundCall:
         """The signature of a call, captured if it is new. Raises CaptureError, InputError."""
+        with grad_mode_of(call.loss):
+            return self._find(call)
+
+    def _find(self, call: CallArguments) -> BoundCall:
         state = self.state.now()
         leaves, spec = flattened(call.args, call.kwargs)
         for signature in reversed(self.known):
-            fits = signature.state == state and self._answers_hold(signature.program)
+            fits = signature.state == state and self._answers_hold(signature.program, leaves)
             bound = signature.program.bind_flat(leaves, spec) if fits else None
             if bound is not None:
                 if signature is not self.known[-1]:
@@ -112,7 +117,7 @@ class Captures:
         changed = self.state.changed_attribute(state, [signature.state for signature in self.known])
         if changed:
             self._warnings.changed_attribute(changed)
-        signature = self._specialised(call, state) or self._captured(call, state, leaves, spec)
+        signature = self._specialised(call, state, leaves) or self._captured(call, state, leaves, spec)
         self.state.leave_out(signature.program.live)
         signature.state = self.state.now()  # less what the model's code assigns
         self.known.append(signature)
@@ -134,10 +139,10 @@ class Captures:
             signature.batching = replace(batching, tail=signature.batching.tail)
             signature.reused = False
 
-    def _specialised(self, call: CallArguments, state: State) -> BoundSignature | None:
+    def _specialised(self, call: CallArguments, state: State, leaves: Sequence[Any]) -> BoundSignature | None:
         """The signature from a capture with symbolic sizes that fits the call."""
         for symbolic in reversed(self._symbolic):
-            fits = symbolic.state == state and self._answers_hold(symbolic.program.program)
+            fits = symbolic.state == state and self._answers_hold(symbolic.program.program, leaves)
             program = symbolic.program.at(call.args, call.kwargs) if fits else None
             if program is None:
                 continue
@@ -162,7 +167,7 @@ class Captures:
                 return BoundSignature(state, *self._studied(call, symbolic.program))
             self.state.leave_out(symbolic.program.live)
             self._symbolic.append(_Symbolic(self.state.now(), symbolic))
-            signature = self._specialised(call, self.state.now())
+            signature = self._specialised(call, self.state.now(), leaves)
             if signature is not None:
                 return signature
         settings = self._settings
@@ -242,9 +247,12 @@ class Captures:
         with self._on_own_devices():
             return study_call(self._model, program, call.args, call.kwargs, self._types, verify=self._settings.verify)
 
-    def _answers_hold(self, program: Program) -> bool:
-        """Whether the model's code would learn of torch.autocast what it did when the program was captured."""
-        return not program.autocast or Asking.of(program.device, self._types).holds(program.autocast)
+    def _answers_hold(self, program: Program, leaves: Sequence[Any]) -> bool:
+        """Whether the model's code would learn of torch.autocast and of the call what it did when the program was
+        captured."""
+        if program.autocast and not Asking.of(program.device, self._types).holds(program.autocast):
+            return False
+        return not program.learned or CallState(self._model, leaves).holds(program.learned)
 
     def _place_of_code(self, leaves: Sequence[Any]) -> torch.device | None:
         """Where a capture takes all tensors to be; None: where they are."""

@@ -26,6 +26,7 @@ from autopar.runtime.step.error_context import check_not_nan
 from autopar.runtime.step.mailbox import Address, Mailbox
 from autopar.runtime.step.transfers import Transfers, as_leaf
 from autopar.schedule.clock import Phase
+from cost_models.memory.saved_tensors import hooked
 
 
 class Passes:
@@ -68,7 +69,7 @@ class Passes:
         model_inputs, received = self._stage_inputs(replica, microbatch)
         recompute = replica.recompute and self._grad
         if recompute:
-            with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+            with hooked(_forget, _forgotten, forget=True):
                 outputs = self._compute(replica, microbatch, model_inputs, received)
             # The graph has shown which outputs need a gradient. The leaves keep that, and the graph is freed.
             outputs = tuple(map(as_leaf, outputs))

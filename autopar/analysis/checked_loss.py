@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from autopar.analysis.loss import title_of
+from autopar.analysis.loss_functions import title_of
 from autopar.capture import torch_private
 from autopar.errors import InputError
 
 
 def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any], output: Any) -> torch.Tensor:
     """`loss`, which `loss_fn` returned for `output`, if a backward can start from it. Raises InputError."""
-    if type(loss) is torch.Tensor and loss.dim() == 0:  # most losses: not fake, and one element
+    if type(loss) is torch.Tensor and loss.dim() == 0 and not loss.is_complex():  # most losses: not fake, one element
         return loss
     if not isinstance(loss, torch.Tensor):
         hint = "; return the loss alone" if isinstance(loss, (tuple, list, dict)) else ""
@@ -29,4 +29,18 @@ def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any], output: Any) -> 
         raise InputError(
             f"{title_of(loss_fn)} must return one tensor with one element, got shape {tuple(loss.shape)}; reduce it"
         )
+    if loss.is_complex():
+        raise InputError(
+            f"{title_of(loss_fn)} must return a real number, got {loss.dtype}; return its real part or abs()"
+        )
     return loss
+
+
+def check_trains(has_gradient: bool, loss_fn: Callable[[Any, Any], Any]) -> None:
+    """Raise InputError if no backward can start from the loss of a batch."""
+    if not has_gradient:
+        raise InputError(
+            f"{title_of(loss_fn)} returned a loss without a gradient, so that a step would train nothing: compute the "
+            "loss from the output with torch operators, without detach(), item() or no_grad(), and let a parameter of "
+            "the model require a gradient"
+        )

@@ -40,6 +40,7 @@ from autopar.analysis.loss_example import (
     example_outputs,
     where_targets_are,
 )
+from autopar.analysis.loss_functions import check_arguments, title_of
 from autopar.analysis.loss_objects import refers_to_objects, restored
 from autopar.analysis.loss_weights import Weights, shares_of
 from autopar.analysis.operators import is_random
@@ -122,6 +123,7 @@ def study_loss(
     belongs to no sample). Without it, a tensor is split on the first of `default_dims` that has the size of the batch;
     a tensor that has this size by chance, such as class weights, is recognised by the captured loss.
     """
+    check_arguments(loss_fn)
     leaves, spec = torch_private.tree_flatten(target)
     dims = candidate_dims(leaves, target_dim, default_dims, program.batch_size)
     if program.batch_size < 2 or not batching.splittable:
@@ -161,19 +163,6 @@ class _LossModule(nn.Module):
             for side, spec in zip((_OUTPUT, _TARGET), self._specs, strict=True)
         )
         return self.loss_fn(output, target)
-
-
-def name_of(loss_fn: Any) -> str:
-    name: str = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    return name
-
-
-def title_of(loss_fn: Any) -> str:
-    """How messages name a loss function: its name, file and line."""
-    code = getattr(loss_fn, "__code__", None)
-    return f"loss_fn '{name_of(loss_fn)}'" + (
-        f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    )
 
 
 class _LossStudy:
@@ -223,7 +212,10 @@ class _LossStudy:
             self._digest = digest_of_graph(loss.graph_module)
         except (CaptureError, InputError) as error:
             log.debug("loss_fn cannot be captured: %s", error)
-            return self._whole("it cannot be captured as a graph", error)
+            failure = self._failure(leaves)
+            return self._whole(
+                "it fails" if failure is not None else "it cannot be captured as a graph", failure or error
+            )
         try:
             return self._counting(f"it changes '{changed}'") if changed else self._follow(loss, sorted(leaves))
         finally:
@@ -258,6 +250,16 @@ class _LossStudy:
         result = next(iter(loss.graph.output_node().args[0]))  # type: ignore[arg-type]
         state = walk.states[result] if isinstance(result, fx.Node) else Unbatched()
         return self._split(loss, state)
+
+    def _failure(self, leaves: Mapping[str, Any]) -> Exception | None:
+        """What the loss raises where it is called on an example."""
+        try:
+            with warnings.catch_warnings(), restored(self._module.loss_fn):
+                warnings.simplefilter("ignore")
+                self._call_once(leaves)
+        except Exception as error:  # the user's code may raise anything
+            return error
+        return None
 
     def _call_once(self, leaves: Mapping[str, Any]) -> None:
         """Call the loss on tensors with values: an object that sets itself up at its first call, such as a gradient
@@ -309,7 +311,7 @@ class _LossStudy:
             return LossSplit("whole", why=why)
         cause = error.__cause__ if isinstance(error, CaptureError) else error
         if not isinstance(cause, Exception) or not is_users_own(cause):
-            return LossSplit("whole", why=why, error=first_line(error))
+            return LossSplit("whole", why=why, error=first_line(cause if isinstance(cause, Exception) else error))
         text = f"({users_line(cause)}): {first_line(cause)}"
         return LossSplit("whole", why=why, error=text, failure=without_frames(cause))
 

@@ -17,7 +17,7 @@ from autopar.planner.changed_zero import unpriced_at_hand
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
 from autopar.planner.pricers import with_pricer
 from autopar.report.progress import progress_bar
-from autopar.runtime.arguments import Devices, check_module, devices_at_hand, need_example, need_target
+from autopar.runtime.arguments import Devices, check_loss_and_target, check_module, devices_at_hand, need_example
 from autopar.runtime.ranks.parameters.holders import check_captured
 from autopar.runtime.ranks.world import together
 from cost_models import Cluster
@@ -40,7 +40,7 @@ def _by_hand(
     check_module(model)
     options, problems = _options(optimizer, how)
     args, kwargs = need_example("a plan by hand", example_args, example_kwargs)
-    need_target(loss_fn, target)
+    check_loss_and_target(loss_fn, target)
     with progress_bar() as progress:
         if isinstance(devices, Cluster) and not devices.at_hand:
             example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)

@@ -20,10 +20,10 @@ from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
+    check_loss_and_target,
     check_module,
     devices_at_hand,
     need_example,
-    need_target,
     refuse_estimated,
 )
 from autopar.runtime.comparing.compare import compare_at_hand
@@ -76,7 +76,7 @@ def compare(
     check_module(model)
     chosen = PlanOptions(**options)
     args, kwargs = need_example("comparing", example_args, example_kwargs)
-    need_target(loss_fn, target)
+    check_loss_and_target(loss_fn, target)
     if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
     systems = check_systems(systems)

@@ -16,7 +16,7 @@ from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
     check_data,
-    check_loss,
+    check_loss_and_target,
     check_module,
     check_plan,
     devices_at_hand,
@@ -133,7 +133,7 @@ def parallelize(
         def checked() -> tuple[PlanOptions, tuple[tuple[Any, ...], dict[str, Any]]]:
             check_module(model)
             check_plan(plan)
-            check_loss(loss_fn)
+            check_loss_and_target(loss_fn, target)
             check_data(data, devices)
             options = PlanOptions(
                 n_microbatches=n_microbatches,

@@ -21,7 +21,7 @@ from autopar.planner.pricers import Pricer, with_pricer
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
-    check_loss,
+    check_loss_and_target,
     check_module,
     check_plan,
     devices_at_hand,
@@ -89,7 +89,7 @@ def plan(
     """
     check_module(model)
     check_plan(plan)
-    check_loss(loss_fn)
+    check_loss_and_target(loss_fn, target)
     chosen = PlanOptions(**options)
     plan = None if plan is None else as_wanted(plan, chosen)
     args, kwargs = need_example("planning", example_args, example_kwargs)

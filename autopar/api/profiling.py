@@ -16,10 +16,10 @@ from autopar.options import BatchDim, PlanOptions
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
+    check_loss_and_target,
     check_module,
     devices_at_hand,
     need_example,
-    need_target,
 )
 from cost_models import Cluster
 
@@ -50,7 +50,7 @@ def profile(
         optimizer="none" if optimizer is None else optimizer, batch_dim=batch_dim, strict=strict, cache=cache
     )
     args, kwargs = need_example("profiling", example_args, example_kwargs)
-    need_target(loss_fn, target)
+    check_loss_and_target(loss_fn, target)
     if isinstance(devices, Cluster) and not devices.at_hand:
         ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict)
         memory = training_step(ahead, options.optimizer_name, devices.node[0].device_type) if optimizer else None

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from autopar.analysis.checked_loss import checked_loss
-from autopar.analysis.loss import title_of
+from autopar.analysis.checked_loss import check_trains, checked_loss
+from autopar.analysis.loss_functions import title_of
 from autopar.analysis.loss_objects import restored
 from autopar.capture import torch_private
 from autopar.capture.program import Program
@@ -256,9 +256,13 @@ class Calls:
             output = torch_private.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec)
             device = device_of(outputs)
             target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)
-            if device.type == "meta":
-                return checked_loss(_without_values(loss_fn, beside, output, target), loss_fn, output)
-            return checked_loss(loss_fn(output, target), loss_fn, output)
+            without_values = device.type == "meta"
+            found = _without_values(loss_fn, beside, output, target) if without_values else loss_fn(output, target)
+            checked = checked_loss(found, loss_fn, output)
+            # An output that needs a gradient is differentiated next, from the loss.
+            wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in outputs)
+            check_trains(checked.requires_grad or not wanted, loss_fn)
+            return checked
 
         return loss
 

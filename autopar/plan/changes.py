@@ -18,7 +18,7 @@ from autopar.hints.module_paths import ancestors, nearest
 from autopar.plan.degrees import check_zero
 from autopar.plan.display import priced_like
 from autopar.plan.file_format.folding import Layer, layer_of
-from autopar.plan.recompute import recompute_by_stage, recompute_flags
+from autopar.plan.recompute import NAMES, Recompute, recompute_by_stage, recompute_flags
 from autopar.sharding.stage_sharding import StageSharding
 
 if TYPE_CHECKING:
@@ -121,8 +121,16 @@ def changed(
     if not changes:
         return plan
     what = [f"{name} is {value}" for name, value in changes.items() if name != "stages"]
-    what += ["recomputation is another one"] if "stages" in changes else []
+    what += [f"recompute is {_modes(stages)}"] if "stages" in changes else []
     return replace(plan.without_predictions(f"{' and '.join(what)} now"), **_decided(plan, changes))
+
+
+def _modes(stages: Sequence[Stage]) -> str:
+    """What stages run again: one name for all, or those of stages that run anything again."""
+    names = {number: NAMES[Recompute(stage.mode)] for number, stage in enumerate(stages)}
+    if len(set(names.values())) == 1:
+        return repr(names[0])
+    return str({number: name for number, name in names.items() if name != NAMES[Recompute.NONE]})
 
 
 def _decided(plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:

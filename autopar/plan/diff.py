@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from autopar.plan.recompute import NAMES
 from autopar.plan.stage import Stage
 
 Fact = str | int | bool | None
+_ROUNDING = 1e-9  # share of a number
 _ASSUMED = "priced for a step with"
 _DEGREES = ("stages", "micro-batches", "schedule", "meshes", "ZeRO", "activations gathered again")
 
@@ -80,6 +82,13 @@ class Quantity:
         """after / before."""
         return self.after / self.before if self.before and self.after is not None else None
 
+    @property
+    def same(self) -> bool:
+        """Whether both plans have it alike, up to the order in which its parts were added up."""
+        if self.before is None or self.after is None:
+            return self.before is self.after
+        return math.isclose(self.before, self.after, rel_tol=_ROUNDING)
+
 
 @dataclass(frozen=True)
 class PlanDiff:
@@ -110,7 +119,7 @@ class PlanDiff:
     @property
     def same(self) -> bool:
         """The same decisions with the same predictions."""
-        return self.same_decisions and not self.settings and all(q.before == q.after for q in self.quantities)
+        return self.same_decisions and not self.settings and all(q.same for q in self.quantities)
 
     def to_json(self) -> str:
         """Everything as JSON, in seconds and bytes."""

@@ -63,9 +63,10 @@ def devices_of_type(
             free.remove(fitting)
     if not lacking:
         return names, ""
-    left = ", ".join(f"{name} = '{kind}'" if kind else name for name, kind in free) or "none is left"
+    left = ", ".join(f"{name} = '{kind}'" if kind else name for name, kind in free) or "none"
     kinds = ", ".join(sorted(set(lacking)))
-    return names, f"the plan uses {count(len(lacking), 'more device')} of kind {kinds}; of the devices offered, {left}"
+    are = "is" if len(lacking) == 1 else "are"
+    return names, f"the plan needs {count(len(lacking), 'device')} of kind {kinds} that {are} not offered; free: {left}"
 
 
 def _fits(spec: str, kind: str) -> bool:

@@ -92,7 +92,9 @@ def read(text: str, kind: Any) -> Reading:
         problems = list(_twice(data, ""))
     except RecursionError:
         raise ValueError("lists in lists too deep to read") from None
-    version, addition = _version(data.pop("autopar_plan", None) if isinstance(data, dict) else None)
+    if not isinstance(data, dict):
+        raise ValueError(f"it holds no JSON object but {'a list' if isinstance(data, list) else repr(data)}")
+    version, addition = _version(data.pop("autopar_plan", None))
     recorded = data.pop("checksum", None)
     if version == FORMAT:
         data = reading.flattened(data, problems)

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import least_seconds, model_flops, tokens_of
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.options import PlanOptions
 from autopar.plan.diff import PlanDiff
 from autopar.plan.display import drawn
@@ -165,6 +165,8 @@ def compare_ahead(
             if all(other is None for other in plans.values()):
                 raise
             missing.append((name, str(error)))
+        except PlanError as error:
+            raise PlanError(f"{name}: {error}") from error
         else:
             rows.append(PlannedRow(name, priced, samples, tokens, least))
     total, devices = sum(flops.values()), len(cluster.devices)

@@ -17,13 +17,16 @@ from autopar.planner.explainers import explainer_of, with_explainer
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_width, plan_as_sharded
 from autopar.planner.inter_op.meshes import mesh_program_of
 from autopar.planner.joint_search import plan_jointly
+from autopar.planner.kept_layers import notes_on_kept_layers
 from autopar.planner.predict import predict_plan
 from autopar.planner.price_sharded import predict_sharded
 from autopar.planner.search_options import (
+    ESTIMATED,
     OTHER,
     SearchOptions,
     as_assumed,
     assumptions_of,
+    estimated_note,
     other_assumptions,
     recipe_of,
     search_options,
@@ -41,12 +44,12 @@ def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progres
         hinted = plan_as_sharded(example, cluster.devices, replace(search, recipe=recipe), cluster)
         checked_width(hinted, options.max_shards)
         priced = _with_prices(hinted, example, cluster, recipe, search, progress)
-        return replace(priced, assumed=assumed, work=step_work(example, cluster))
+        notes = (estimated_note(cluster), *priced.notes)
+        return replace(priced, notes=notes, assumed=assumed, work=step_work(example, cluster))
     costs = estimate_costs(example, cluster, recipe, n_microbatches=search.n_microbatches, progress=progress)
     mesh_program = mesh_program_of(example, options.optimizer_name)
     best = plan_jointly(costs, search, mesh_program, max_shards=options.max_shards, progress=progress)
-    note = f"estimated from the data sheets of {cluster.title}, not measured"
-    notes = (note, *example.whole_batch_notes, *example.program.uncaptured, *best.notes)
+    notes = (estimated_note(cluster), *example.whole_batch_notes, *example.program.uncaptured, *best.notes)
     return replace(
         best, notes=notes, model=fingerprint(example.model), assumed=assumed, work=step_work(example, cluster)
     )
@@ -71,8 +74,17 @@ def priced_ahead(
     else:
         costs = estimate_costs(example, cluster, recipe, progress=progress)
         priced = predict_plan(plan, example, costs, search.conditions)
-    kept = [note for note in priced.notes if not note.startswith((OTHER, *ABOUT_WHOLE_BATCH))]
-    notes = (*kept, *example.whole_batch_notes, *costs.notes, *other_assumptions(plan, assumed))
+    kept = [note for note in priced.notes if not note.startswith((OTHER, ESTIMATED, *ABOUT_WHOLE_BATCH))]
+    layers = notes_on_kept_layers(example) if example.training and any(s.layerwise for s in plan.stages) else ()
+    kept = [note for note in kept if note not in layers]
+    notes = (
+        estimated_note(cluster),
+        *layers,
+        *kept,
+        *example.whole_batch_notes,
+        *costs.notes,
+        *other_assumptions(plan, assumed),
+    )
     return replace(
         priced,
         notes=notes,

@@ -187,10 +187,10 @@ def _notes(searching: Searching, best: Candidate, candidates: Sequence[Candidate
         more = [c for c in candidates if c.arrangement.n_devices > used]
         if more:
             rival = min(more, key=lambda c: c.timeline.step_time)
-            notes.append(
-                f"uses {used} of {offered} devices: the best plan on {rival.arrangement.n_devices} takes "
-                f"{rival.timeline.step_time * 1e3:.2f} ms a step, this one {best.timeline.step_time * 1e3:.2f} ms"
-            )
+            mine, its = (one.timeline.step_time * 1e3 for one in (best, rival))
+            than = f"{its:.3g} ms a step, this one {mine:.3g} ms" if f"{its:.3g}" != f"{mine:.3g}" else "as long"
+            on = rival.arrangement.n_devices
+            notes.append(f"uses {used} of {offered} devices: the best plan on {on} takes {than}")
         else:
             notes.append(f"uses {used} of {offered} devices: {why_no_more(searching, best)}")
     return tuple(notes)

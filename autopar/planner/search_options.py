@@ -15,6 +15,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.arrangement import Conditions
 from autopar.planner.hint_constraints.stage_hints import resolve
 from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
+from cost_models import Cluster
 from cost_models.collectives.overlap import OVERLAP_AT_HAND, overlap_named
 from cost_models.memory.optimizer_step import Implementation
 
@@ -88,6 +89,12 @@ def recipe_of(example: Example, options: PlanOptions) -> Recipe:
 
 
 OTHER = "priced with"
+ESTIMATED = "estimated from the data sheets of "
+
+
+def estimated_note(cluster: Cluster) -> str:
+    """What plans for a cluster that is not at hand say of their prices."""
+    return f"{ESTIMATED}{cluster.title}, not measured"
 
 
 def assumptions_of(recipe: Recipe, optimizer: str) -> Assumptions:

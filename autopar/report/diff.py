@@ -43,7 +43,7 @@ def diff_text(diff: PlanDiff) -> str:
     rows = [
         [_title(q), _number(q, q.before), _number(q, q.after), "-" if q.ratio is None else f"{q.ratio:.3g}x"]
         for q in diff.quantities
-        if q.before != q.after and not one_sided
+        if not q.same and not one_sided
     ]
     if rows:
         parts.append(table(["predicted", "before", "after", "after/before"], rows))

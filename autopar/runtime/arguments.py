@@ -118,10 +118,16 @@ def check_loss(loss_fn: object) -> None:
             f"loss_fn must be a function of (output, target) that returns the loss, such as "
             f"torch.nn.functional.mse_loss, got {loss_fn!r}"
         )
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise InputError(f"loss_fn is the class {loss_fn.__name__}; give one of its objects, {loss_fn.__name__}()")
 
 
-def need_target(loss_fn: LossFunction | None, target: object) -> None:
-    """Raise InputError for a loss without a target, or that is no function."""
+def check_loss_and_target(loss_fn: LossFunction | None, target: object) -> None:
+    """Raise InputError for one without the other, and for a loss that is no function."""
     check_loss(loss_fn)
-    if loss_fn is not None and target is None:
-        raise InputError("loss_fn needs target=: what loss_fn(output, target) compares the output with")
+    if (target is None) == (loss_fn is None):
+        return
+    given, missing, what = "loss_fn", "target", "what loss_fn(output, target) compares the output with"
+    if loss_fn is None:
+        given, missing, what = "target", "loss_fn", "the function that makes a loss of output and target"
+    raise InputError(f"{given} needs {missing}=: {what}; or give neither, if the model itself returns its loss")

@@ -20,7 +20,7 @@ from autopar.errors.names import with_checked_names
 from autopar.plan.display import printable, reported
 from autopar.plan.plan import Plan
 from autopar.plan.plan_report import ReportKeywords
-from autopar.runtime.arguments import check_loss
+from autopar.runtime.arguments import check_loss_and_target
 from autopar.runtime.call_checks import UNWRAP, Pipelined, check_process, check_tensors
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, left_to_python, visible_class
@@ -308,12 +308,7 @@ class PipelinedModule(Pipelined, nn.Module):
         the step has ended.
         """
         check_process(self._process)
-        check_loss(loss_fn)
-        if (target is None) != (loss_fn is None):
-            missing, what = ("target", "what loss_fn(output, target) compares the output with")
-            if loss_fn is None:
-                missing, what = ("loss_fn", "the function that makes a loss of output and target")
-            raise InputError(f"train_step needs {missing}=: {what}; or neither, if the model itself returns its loss")
+        check_loss_and_target(loss_fn, target)
         call = CallArguments(args, kwargs, loss_fn or own_loss, target, target_dim, bool(return_outputs))
         if not profile and self._calls.runs_the_model(call):
             loss, outputs = self._calls.plain_step(call)

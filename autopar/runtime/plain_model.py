@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.analysis.checked_loss import checked_loss
+from autopar.analysis.checked_loss import check_trains, checked_loss
 from autopar.analysis.example import LossFunction
 from autopar.capture import torch_private
 from autopar.errors import AutoparError
-from autopar.runtime.signatures.loss_splits import check_trains
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device

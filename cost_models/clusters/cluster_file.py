@@ -33,6 +33,7 @@ from cost_models.hardware.toml_tables import fields_of
 
 MOST_DEVICES = 100_000  # of a cluster; planning lists them one by one
 _MOST_DIGITS = 9
+_NETWORKS: tuple[Literal["intra_node"], Literal["inter_node"]] = ("intra_node", "inter_node")
 _KEYS = ("node", "nodes", "intra_node", "inter_node", "devices", "networks")
 
 
@@ -63,15 +64,21 @@ def read_cluster_file(path: str | Path) -> ClusterFile:
     own_devices, wrong_devices = read_devices(values.get("devices", {}), "devices")
     own_networks, wrong_networks = read_networks(values.get("networks", {}), "networks")
     problems = [*_top_level_problems(values), *wrong_devices, *wrong_networks]
+    found: list[Network] = []
+    try:
+        node = parse_node(values["node"], own_devices) if isinstance(values.get("node"), str) else ()
+    except DeviceError as error:
+        node = ()
+        problems.append(str(error))
+    for key in _NETWORKS if node else ():
+        if isinstance(values.get(key, ""), str):
+            try:
+                found.append(choose_network(node, key, values.get(key), own_networks))
+            except DeviceError as error:
+                problems.append(str(error))
     if problems:
         raise DeviceError(f"{path}: " + "; ".join(problems))
-    try:
-        node = parse_node(values["node"], own_devices)
-        inside = choose_network(node, "intra_node", values.get("intra_node"), own_networks)
-        across = choose_network(node, "inter_node", values.get("inter_node"), own_networks)
-    except DeviceError as error:
-        raise DeviceError(f"{path}: {error}") from error
-    return ClusterFile(node, values.get("nodes", 1), inside, across)
+    return ClusterFile(node, values.get("nodes", 1), *found)
 
 
 def _top_level_problems(values: Mapping[str, Any]) -> list[str]:
@@ -82,7 +89,7 @@ def _top_level_problems(values: Mapping[str, Any]) -> list[str]:
     nodes = values.get("nodes", 1)
     if type(nodes) is not int or nodes < 1:
         problems.append(f"nodes must be an integer >= 1, got {nodes!r}")
-    for key in ("intra_node", "inter_node"):
+    for key in _NETWORKS:
         if not isinstance(values.get(key, ""), str):
             problems.append(f"{key} must be the name of a network, got {values[key]!r}")
     return problems
@@ -127,9 +134,8 @@ def parse_node(text: str, own: Mapping[str, DeviceSpec]) -> tuple[DeviceSpec, ..
         if not name:
             raise DeviceError(f'{text!r} names no device behind its count; write it as "8xH100"')
         if digits and not digits.strip("0"):
-            raise DeviceError(
-                f"{text!r} has no devices in {part.strip()!r}; give a count of 1 or more, or leave it out"
-            )
+            where, instead = (f" in {part.strip()!r}", ", or leave it out") if "+" in text else ("", "")
+            raise DeviceError(f"{text!r} has no devices{where}; give a count of 1 or more{instead}")
         count = int((digits or "1")[-_MOST_DIGITS:]) if len((digits or "").lstrip("0")) <= _MOST_DIGITS else math.inf
         if len(specs) + count > MOST_DEVICES:
             raise DeviceError(f"{text!r} has more than {MOST_DEVICES} devices; give fewer")

@@ -206,9 +206,9 @@ def test_a_model_that_returns_no_loss_is_refused_before_it_is_planned_for(model:
 
 def test_half_of_target_and_loss_fn_is_refused() -> None:
     pm, x = pipelined(mlp(), {"0": 0, "3": 1}), torch.randn(4, 16)
-    with pytest.raises(InputError, match=r"train_step needs target=.*or neither"):
+    with pytest.raises(InputError, match=r"loss_fn needs target=.*or give neither"):
         pm.train_step(x, loss_fn=F.mse_loss)
-    with pytest.raises(InputError, match=r"train_step needs loss_fn=.*or neither"):
+    with pytest.raises(InputError, match=r"target needs loss_fn=.*or give neither"):
         pm.train_step(x, target=x)
 
 

@@ -6,21 +6,15 @@ model --layers--> stages --degrees--> meshes --SharedWork.strategies--> strategi
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from torch import fx
-
-from autopar.analysis.blocks import Blocks
 from autopar.analysis.example import Example
-from autopar.capture.node_names import module_path
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import step_work
 from autopar.errors import InputError, PlanError
-from autopar.errors.names import few
-from autopar.hints.module_paths import nearest
 from autopar.options import PlanOptions
 from autopar.plan.degrees import Degrees
 from autopar.plan.fingerprint import fingerprint
@@ -32,8 +26,9 @@ from autopar.planner.hand_plan.degrees import Limits, read_degrees
 from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
+from autopar.planner.kept_layers import notes_on_kept_layers, repeats_layers
 from autopar.planner.predict import predict
-from autopar.planner.search_options import assumptions_of, search_options
+from autopar.planner.search_options import assumptions_of, estimated_note, search_options
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import StageSharding
 from cost_models import Cluster, Device, bytes_text
@@ -95,9 +90,8 @@ def plan_by_hand(
     else:
         configurations, not_followed = (), ()
     priced = predict(costs, plan, stage_of, search.conditions, configurations)
-    estimated = f"estimated from the data sheets of {cluster.title}, not measured"
-    whole = (*example.whole_batch_notes, *costs.notes)
-    notes = (f"{BY_HAND}{_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), *whole, estimated)
+    whole = (*example.whole_batch_notes, *costs.notes, estimated_note(cluster))
+    notes = (f"{BY_HAND}{_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), *whole)
     found = replace(
         priced,
         split=(),
@@ -138,27 +132,11 @@ def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]
     """What all stages do, by its name, and notes about layers that do otherwise."""
     if not RECOMPUTE[degrees.recompute].by_layer or not example.training:
         return degrees.recompute, ()
-    blocks = Blocks(example.program, example.batching.storages)
-    if not blocks.layers:
+    if not repeats_layers(example):
         return "stage", (
             f"the model repeats no layers: with recompute={degrees.recompute!r} its stages run again as one",
         )
-    kept = [layer for layer in blocks.layers if layer not in blocks.all]
-    why = {
-        "a single operator keeps nothing but what enters it": [layer for layer in kept if len(layer) == 1],
-        "they cannot run again as they have run": [layer for layer in kept if len(layer) > 1],
-    }
-    return degrees.recompute, tuple(
-        f"kept, because {reason}: {few(paths)}"
-        for reason, of in why.items()
-        if (paths := _paths_of(of, example.program.layers))
-    )
-
-
-def _paths_of(layers: Iterable[frozenset[fx.Node]], paths: Collection[str]) -> list[str]:
-    """The modules, among `paths`, that calls of layers are of."""
-    first = (min(layer, key=lambda node: node.name) for layer in layers)
-    return list(dict.fromkeys(path for node in first if (path := nearest(module_path(node), paths))))
+    return degrees.recompute, notes_on_kept_layers(example)
 
 
 def _shared_work(example: Example, options: PlanOptions) -> tuple[SharedWork, tuple[str, ...]]:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.analysis.example import LossFunction
-from autopar.analysis.loss import title_of
+from autopar.analysis.loss_functions import title_of
 from autopar.errors import InputError
 from autopar.runtime.ranks.parameters.own import RankParameters
 

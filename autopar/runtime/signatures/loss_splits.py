@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from autopar.analysis.batching import Batching
-from autopar.analysis.loss import LossSplit, study_loss, title_of
+from autopar.analysis.loss import LossSplit, study_loss
 from autopar.analysis.loss_objects import is_of_package
 from autopar.capture import torch_private
 from autopar.capture.program import Program
-from autopar.errors import InputError
 from autopar.options import BatchDim
 
 _MOST = 16  # loss functions of a signature; the one that was used longest ago goes
@@ -97,16 +96,6 @@ def _key(
 def default_target_dims(batch_dim: BatchDim) -> tuple[int, ...]:
     """The dimensions of a target that are tried for its samples, where the user gives none."""
     return (batch_dim, 0) if isinstance(batch_dim, int) else (0,)
-
-
-def check_trains(has_gradient: bool, loss_fn: Callable[[Any, Any], Any]) -> None:
-    """Raise InputError if no backward can start from the loss of a batch."""
-    if not has_gradient:
-        raise InputError(
-            f"{title_of(loss_fn)} returned a loss without a gradient, so that a step would train nothing: compute the "
-            "loss from the output with torch operators, without detach(), item() or no_grad(), and let a parameter of "
-            "the model require a gradient"
-        )
 
 
 def _shape(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.analysis.checked_loss import checked_loss
+from autopar.analysis.checked_loss import check_trains, checked_loss
 from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import has_hooks
@@ -23,7 +23,6 @@ from autopar.runtime.own_devices import on_own_devices
 from autopar.runtime.plain_model import detached
 from autopar.runtime.signatures.captures import BoundCall, CallArguments
 from autopar.runtime.signatures.known import Signatures
-from autopar.runtime.signatures.loss_splits import check_trains
 from autopar.runtime.step import autograd
 from autopar.runtime.step.call import PipelineCall
 from autopar.runtime.step.error_context import run_tail

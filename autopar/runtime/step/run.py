@@ -36,10 +36,10 @@ from typing import Any
 
 import torch
 
+from autopar.analysis.checked_loss import check_trains
 from autopar.capture import torch_private
 from autopar.runtime.call_checks import UNWRAP
 from autopar.runtime.memory_watch import DeviceContext
-from autopar.runtime.signatures.loss_splits import check_trains
 from autopar.runtime.stages.executable import Executable
 from autopar.runtime.stages.stage_replica import StageReplica, Work
 from autopar.runtime.step.call import CallTensors, PipelineCall

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from autopar.analysis.example import LossFunction
-from autopar.analysis.loss import title_of
+from autopar.analysis.loss_functions import title_of
 from autopar.analysis.loss_tensors import trained_tensors
 from autopar.capture import torch_private
 from autopar.errors import InputError

@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from autopar.capture.call_inputs import leaf_names
 from autopar.capture.module_state import own_generators, torch_generators_restored
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, capture, common_device, flattened
-from autopar.capture.thread_state import neutral_state
+from autopar.capture.thread_state import grad_mode, neutral_state
 from autopar.errors import CaptureError, InputError, warn
 from cost_models import Device
 from cost_models.graphs import on_meta
@@ -107,15 +107,6 @@ def has_backward(model: nn.Module, program: Program, loss_fn: LossFunction | Non
     """Whether a call made now would be followed by a backward."""
     trains = any(p.requires_grad for p in model.parameters())
     return trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
-
-
-def grad_mode_of(loss: LossFunction | None) -> AbstractContextManager[object]:
-    """Inside, the grad mode of a call: a training step with a loss records gradients in any grad mode of the caller."""
-    stack = ExitStack()
-    if loss is not None:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-    return stack
 
 
 def examine(
@@ -321,7 +312,7 @@ def capture_example(
 ) -> Example:
     """Capture a call of `model` for these devices. The model is unchanged. Raises CaptureError, InputError."""
     types = {device.torch_device.type for device in devices}
-    with grad_mode_of(loss_fn):
+    with nullcontext() if loss_fn is None else grad_mode():
         program, batching = examine(model, args, kwargs, types, batch_dim=batch_dim, verify=verify, strict=strict)
     leaves, _ = program.bind(args, kwargs) or ([], 0)
     training = has_backward(model, program, loss_fn)

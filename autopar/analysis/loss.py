@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -252,9 +253,12 @@ class _LossStudy:
         return self._split(loss, state)
 
     def _failure(self, leaves: Mapping[str, Any]) -> Exception | None:
-        """What the loss raises where it is called on an example."""
+        """What a function raises where it is called on an example. Objects may count their calls."""
+        loss_fn = self._module.loss_fn
+        if not isinstance(loss_fn, types.FunctionType) or refers_to_objects(loss_fn):
+            return None
         try:
-            with warnings.catch_warnings(), restored(self._module.loss_fn):
+            with warnings.catch_warnings(), restored(loss_fn):
                 warnings.simplefilter("ignore")
                 self._call_once(leaves)
         except Exception as error:  # the user's code may raise anything

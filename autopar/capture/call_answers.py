@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import sys
 import threading
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,30 +100,20 @@ class _Asked(TorchFunctionMode):
         if question is None or torch_calls():
             return result
         self.answers[question] = self._known[question]
-        if question is Question.GRADIENTS and not self._grad and _made_in_grad_mode(args[0]):
+        if question is Question.GRADIENTS and not self._grad and args[0].grad_fn is not None:
             return _WITHOUT_GRADIENT[func]
         return result
 
-    def function(self, name: str) -> Any:
-        """Stands in for a function of torch."""
-        question, known, real = _FUNCTIONS[name], self._known[_FUNCTIONS[name]], getattr(torch, name)
-
-        def answered() -> Any:
-            asks = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
-            if asks in _ASKS_TORCH or threading.get_ident() != self._thread:
-                return real()
-            if question is Question.GRAD_MODE and not real():
-                return False  # inside of a block of the model's own
-            self.answers[question] = known
-            return known
-
-        return answered
-
-
-def _made_in_grad_mode(tensor: torch.Tensor) -> bool:
-    """Whether an operator made a tensor that requires a gradient."""
-    with torch._C.DisableTorchFunction():
-        return tensor.grad_fn is not None
+    def told(self, name: str, real: Callable[[], bool]) -> bool:
+        """What a function of torch answers: `real`, where torch's own code asks."""
+        asks = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+        if asks in _ASKS_TORCH or threading.get_ident() != self._thread:
+            return real()
+        question = _FUNCTIONS[name]
+        if question is Question.GRAD_MODE and not real():
+            return False  # inside of a block of the model's own
+        self.answers[question] = self._known[question]
+        return bool(self._known[question])
 
 
 @contextlib.contextmanager
@@ -133,12 +124,11 @@ def answered_for_call(state: CallState) -> Iterator[dict[Question, Hashable]]:
     """
     asked = _Asked(state)
     before = {name: getattr(torch, name) for name in _FUNCTIONS}
-    after = {name: asked.function(name) for name in _FUNCTIONS}
-    for name, function in after.items():
-        setattr(torch, name, function)
+    for name, real in before.items():
+        setattr(torch, name, functools.partial(asked.told, name, real))
     try:
         with asked:
             yield asked.answers
     finally:
-        for name, function in before.items():
-            setattr(torch, name, function)
+        for name, real in before.items():
+            setattr(torch, name, real)

@@ -67,6 +67,13 @@ class CallerState:
 
 
 @contextlib.contextmanager
+def grad_mode() -> Iterator[None]:
+    """Inside, as in a training step with a loss, which records gradients in any grad mode of the caller."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextlib.contextmanager
 def neutral_state(device_types: set[str]) -> Iterator[None]:
     """Apply torch's defaults: a capture must not depend on the context of the call that triggers it."""
     with contextlib.ExitStack() as stack:

@@ -111,8 +111,8 @@ def example_call(args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) ->
     return tuple(args or ()), dict(kwargs or {})
 
 
-def check_loss(loss_fn: object) -> None:
-    """Raise InputError for a loss that is no function."""
+def check_loss_and_target(loss_fn: LossFunction | None, target: object) -> None:
+    """Raise InputError for one without the other, and for a loss that is no function."""
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
             f"loss_fn must be a function of (output, target) that returns the loss, such as "
@@ -120,11 +120,6 @@ def check_loss(loss_fn: object) -> None:
         )
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise InputError(f"loss_fn is the class {loss_fn.__name__}; give one of its objects, {loss_fn.__name__}()")
-
-
-def check_loss_and_target(loss_fn: LossFunction | None, target: object) -> None:
-    """Raise InputError for one without the other, and for a loss that is no function."""
-    check_loss(loss_fn)
     if (target is None) == (loss_fn is None):
         return
     given, missing, what = "loss_fn", "target", "what loss_fn(output, target) compares the output with"

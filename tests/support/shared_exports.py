@@ -56,7 +56,8 @@ class SharedExports:
         told: list[warnings.WarningMessage],
     ) -> Traced:
         try:
-            key = (_model_key(model), _call_key(args, kwargs), tuple(dims))
+            with torch._C.DisableTorchFunction():  # what this asks of tensors is not what the model's code asks
+                key = (_model_key(model), _call_key(args, kwargs), tuple(dims))
         except UnknownError:
             return self._export(model, args, kwargs, dims, in_spec, told)
         if key in self._kept:
@@ -65,10 +66,12 @@ class SharedExports:
             return _copied(kept, {id(tensor): own[name] for name, tensor in tensors.items()})
         traced = self._export(model, args, kwargs, dims, in_spec, told)
         asked = getattr(getattr(torch.is_autocast_enabled, "__self__", None), "asked", None)  # by the model's code
-        if not told and not asked and not met_a_symbol():
-            meta = {name: _on_meta(tensor) for name, tensor in _tensors(model).items()}
-            memo = {id(tensor): meta[name] for name, tensor in _tensors(model).items()}
-            self._kept[key] = _copied(traced, memo), meta
+        of_call = getattr(getattr(torch.is_grad_enabled, "func", None), "__self__", None)
+        if not told and not asked and not getattr(of_call, "answers", None) and not met_a_symbol():
+            with torch._C.DisableTorchFunction():
+                meta = {name: _on_meta(tensor) for name, tensor in _tensors(model).items()}
+                memo = {id(tensor): meta[name] for name, tensor in _tensors(model).items()}
+                self._kept[key] = _copied(traced, memo), meta
         return traced
 
 
@@ -91,7 +94,7 @@ def _copied(traced: Traced, memo: dict[int, Any]) -> Traced:
 
 def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     leaves, spec = tree_flatten((args, kwargs))
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    modes = torch._C.is_grad_enabled(), torch._C.is_inference_mode_enabled()
     return (str(spec), *map(_leaf_key, leaves), *modes, torch.get_default_dtype(), torch.get_default_device())
 
 

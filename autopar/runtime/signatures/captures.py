@@ -19,7 +19,7 @@ from torch import nn
 
 from autopar.analysis.batch_tail import studied_again
 from autopar.analysis.batching import Batching
-from autopar.analysis.example import LossFunction, capture_symbolic, examine, grad_mode_of, ordinary, study_call
+from autopar.analysis.example import LossFunction, capture_symbolic, examine, ordinary, study_call
 from autopar.analysis.loss import LossSplit
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Asking
@@ -27,6 +27,7 @@ from autopar.capture.call_answers import CallState
 from autopar.capture.call_inputs import leaf_names
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, common_device, flattened
+from autopar.capture.thread_state import grad_mode
 from autopar.runtime.call_checks import UNWRAP, check_model, check_parameters
 from autopar.runtime.own_devices import on_own_devices
 from autopar.runtime.signatures.bound_signature import BoundSignature, RunSettings
@@ -96,10 +97,9 @@ class Captures:
 
     def find(self, call: CallArguments) -> BoundCall:
         """The signature of a call, captured if it is new. Raises CaptureError, InputError."""
-        with grad_mode_of(call.loss):
-            return self._find(call)
-
-    def _find(self, call: CallArguments) -> BoundCall:
+        if call.loss is not None and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            with grad_mode():
+                return self.find(call)
         state = self.state.now()
         leaves, spec = flattened(call.args, call.kwargs)
         for signature in reversed(self.known):

@@ -76,3 +76,9 @@ def test_what_reads_a_tensor_after_a_write_with_out_reads_the_new_values_and_no_
     x = torch.randn(6, 4)
     assert_same_outputs(pm(x), plain(x))
     pm.close()
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_write_inside_of_no_grad_is_not_lost(norm: Any, recwarn: pytest.WarningsRecorder) -> None:
+    capture(nn.Sequential(nn.Linear(8, 16), norm(nn.Linear(16, 16))), (torch.randn(6, 8),), {})
+    assert not [w for w in recwarn if "out=" in str(w.message)]

@@ -465,3 +465,10 @@ def test_a_cluster_prints_its_devices_and_networks() -> None:
     text = str(Cluster.preset("8xH100+2xT4", nodes=16))
     for part in ("16 nodes of 8xH100+2xT4: 160 devices", "80 GB", "3350 GB/s", "bfloat16 989", "PCIe3", "shared"):
         assert part in text
+
+
+def test_problems_of_the_node_and_of_networks_are_listed_together(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('node = "8xH100"\nnodes = "2"\ninter_node = "foo"\n')
+    with pytest.raises(DeviceError, match=r"nodes must be an integer >= 1, got '2'; .*foo"):
+        Cluster.from_toml(path)

@@ -277,3 +277,11 @@ def test_a_difference_is_a_public_value() -> None:
     plan = Plan((Stage(("cpu:0",)),), 1)
     assert isinstance(plan.diff(plan), autopar.PlanDiff)
     assert hash(plan.diff(plan)) == hash(plan.diff(plan))
+
+
+def test_predictions_that_differ_by_rounding_alone_are_the_same() -> None:
+    plan = Plan((Stage(("cpu:0",), forward_time=0.1),), 1, predicted_step_time=0.3)
+    other = replace(plan, predicted_step_time=0.1 + 0.2)
+    assert other.predicted_step_time != plan.predicted_step_time
+    assert plan.diff(other).same
+    assert not plan.diff(replace(plan, predicted_step_time=0.301)).same

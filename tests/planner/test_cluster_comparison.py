@@ -197,3 +197,9 @@ def test_a_plan_for_other_devices_is_refused() -> None:
 def test_unknown_options_are_named() -> None:
     with pytest.raises(InputError, match="compare has no option 'micro_batches'"):
         autopar.compare(mlp(), Cluster.preset("2xH100"), **CALL, micro_batches=2)  # type: ignore[call-arg]
+
+
+def test_an_error_names_the_plan_and_the_devices_that_it_lacks() -> None:
+    mine = autopar.plan(mlp(), Cluster.preset("2xT4"), **CALL)
+    with pytest.raises(PlanError, match=r"^mine: the plan needs . devices? of kind T4 that \w+ not offered"):
+        compared(Cluster.preset("2xH100"), mine=mine)

@@ -104,3 +104,33 @@ def test_devices_that_gain_nothing_are_not_used() -> None:
     fewer = autopar.plan(layers(), Cluster.preset("1xH100"), **call).predicted_step_time
     assert len(plan.used_devices) == 1
     assert plan.predicted_step_time == fewer
+
+
+UNTRAINED: dict[str, tuple[Any, str]] = {
+    "detached": (lambda output, target: nn.functional.mse_loss(output, target).detach(), "without a gradient"),
+    "constant": (lambda output, target: torch.tensor(1.0), "without a gradient"),
+    "complex": (lambda output, target: torch.complex(output, target).sum(), "must return a real number, got torch.co"),
+    "one argument": (lambda output: output.mean(), r"is called as loss_fn\(output, target\), which it does not take"),
+    "a class": (nn.MSELoss, r"loss_fn is the class MSELoss; give one of its objects, MSELoss\(\)"),
+}
+
+
+@pytest.mark.parametrize(("loss", "said"), UNTRAINED.values(), ids=UNTRAINED)
+def test_a_loss_that_cannot_train_is_refused_when_a_plan_is_made(loss: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        autopar.plan(layers(), CLUSTER, example_args=(X,), target=X, loss_fn=loss)
+    with pytest.raises(InputError, match=said):
+        autopar.parallelize(layers(), ["cpu", "cpu"], tune=0, cache=False).train_step(X, target=X, loss_fn=loss)
+
+
+def test_a_loss_needs_its_target_and_a_target_its_loss() -> None:
+    with pytest.raises(InputError, match=r"loss_fn needs target=.*give neither"):
+        autopar.plan(layers(), CLUSTER, example_args=(X,), loss_fn=nn.functional.mse_loss)
+    with pytest.raises(InputError, match=r"target needs loss_fn=.*give neither"):
+        autopar.plan(layers(), CLUSTER, example_args=(X,), target=X)
+
+
+def test_a_function_that_fails_is_not_blamed_on_the_model() -> None:
+    with pytest.warns(AutoparWarning, match=r"it fails.*ZeroDivisionError: division by zero") as caught:
+        autopar.plan(layers(), CLUSTER, example_args=(X,), target=X, loss_fn=lambda output, target: 1 / 0)
+    assert not any("cannot capture module" in str(one.message) for one in caught)

@@ -394,3 +394,23 @@ def test_an_explanation_says_what_the_most_shards_cost() -> None:
     assert limit.step_time == pytest.approx(free.predicted_step_time)
     assert limit.step_time < (one.predicted_step_time or 0.0)
     assert not any("max_shards" in change.what for change in free.explain().limits)
+
+
+def test_a_plan_of_one_stage_and_one_micro_batch_has_one_objective_its_step() -> None:
+    """However many devices were offered: the model runs as it is, without what actions of a pipeline take besides."""
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.GELU()), torch.empty(8, 64, 256)
+    for devices in ("1xH100", "2xH100"):
+        for options in ({}, {"n_microbatches": 1}):
+            call = {"example_args": (x,), "target": x, "loss_fn": nn.functional.mse_loss, **options}
+            plan = autopar.plan(model, Cluster.preset(devices), **call)
+            assert (len(plan.stages), plan.n_microbatches) == (1, 1)
+            assert plan.objective == pytest.approx(plan.predicted_step_time)
+
+
+def test_plans_priced_again_say_that_they_are_estimated_and_which_layers_keep_all() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.empty(8, 64)
+    plan = autopar.plan(model, H100, example_args=(x,), target=x, loss_fn=nn.functional.mse_loss)
+    again = plan.with_(recompute="full")
+    assert again.notes[0] == plan.notes[0] == f"estimated from the data sheets of {H100.title}, not measured"
+    assert any(note.startswith("kept, because a single operator keeps nothing") for note in again.notes)
+    assert "recompute is 'full' now" in again.notes

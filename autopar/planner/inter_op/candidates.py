@@ -55,10 +55,11 @@ _ACTIONS_SIMULATED = 300_000  # in total; more would take longer than the search
 _MOST_PREFIXES = 2000  # cuts of a search along one order
 _ORDER_TOLERANCE = 5e-4  # share of the objective that it leaves unproven
 _FIRST_TOLERANCE = 1e-3  # share of the objective that the first look leaves unproven
-_MOVED = 0.15  # boundaries of plans are moved whose step takes up to this share longer than the fastest
+# Boundaries of plans are moved whose step takes up to this share longer than the fastest: under its schedule, others.
+_MOVED, _MOVED_OTHERS = 0.15, 0.05
 _GAIN = 1e-4  # share of the step that moving one must gain
 _ROUNDS_MOVED = 8  # with this many micro-batches for each stage, a step is nearly as long as the objective says
-_ACTIONS_MOVED = 400_000  # simulated for that, in total: a few seconds
+_ACTIONS_MOVED = 400_000  # simulated for that under each schedule: a few seconds
 
 
 @dataclass(frozen=True)
@@ -199,16 +200,20 @@ class Searching(SearchSpace):
         """The candidates, and the best that moving boundaries of the fastest ones leads to. `before`: whose boundaries
         have been moved."""
         moved = []
-        seen = {candidate.arrangement for candidate in [*candidates, *before]}
-        fastest = min((c.timeline.step_time for c in [*candidates, *before]), default=0.0)
-        left = _ACTIONS_MOVED
+        every = sorted([*candidates, *before], key=lambda c: c.timeline.step_time)
+        seen = {candidate.arrangement for candidate in every}
+        fastest = every[0].timeline.step_time if every else 0.0
+        of_schedule = {c.config.schedule: c.timeline.step_time for c in reversed(every)}  # of the fastest one
+        left = dict.fromkeys(of_schedule, _ACTIONS_MOVED)  # of each schedule, as in a search for it alone
         for candidate in sorted(candidates, key=lambda c: c.timeline.step_time):
             config, best = candidate.config, candidate
-            if candidate.timeline.step_time > fastest * (1 + _MOVED):
-                break
+            near = _MOVED if config.schedule == every[0].config.schedule else _MOVED_OTHERS
+            if candidate.timeline.step_time > fastest * (1 + near):
+                continue
             most = _ROUNDS_MOVED * len(candidate.arrangement.stages)
-            # Interleaved plans have many boundaries: those of one are moved, if it is the fastest plan for a cluster.
-            too_many = config.chunks > 1 and not (self.ahead and candidate.timeline.step_time == fastest)
+            # Interleaved plans have many boundaries: on a cluster those of the fastest plan under a schedule are moved.
+            best_so = candidate.timeline.step_time == of_schedule[config.schedule]
+            too_many = config.chunks > 1 and not (self.ahead and best_so)
             if config.copies > 1 or config.n_microbatches >= most or too_many:
                 continue
             # Adding up the stages of one of them takes about as long as simulating half as many actions as operators.
@@ -216,11 +221,12 @@ class Searching(SearchSpace):
             better: Candidate | None = candidate
             while better is not None:
                 best = better
-                near = [one for one in self._moved(best, left // each) if one.arrangement not in seen]
-                seen |= {one.arrangement for one in near}
-                left -= len(near) * each
+                others = self._moved(best, left[config.schedule] // each)
+                tried = [one for one in others if one.arrangement not in seen]
+                seen |= {one.arrangement for one in tried}
+                left[config.schedule] -= len(tried) * each
                 enough = best.timeline.step_time * (1 - _GAIN)
-                shorter = (one for one in near if one.timeline.step_time < enough)
+                shorter = (one for one in tried if one.timeline.step_time < enough)
                 better = min(shorter, key=lambda c: c.timeline.step_time, default=None)
             if best is not candidate:
                 moved.append(best)

@@ -28,7 +28,9 @@ def proof(searching: Searching, candidate: Candidate) -> ProvenBounds:
     bounds = [bound for c, bound in searching.bounds.items() if c.schedule == schedule]
     bound = min([objective, *bounds])
     if config.chunks > 1:
-        bound = min(bound, *(_of_balanced(searching, c) for c in searching.bounds if c.chunks > 1))
+        bound = min(
+            bound, *(_of_balanced(searching, c) for c in searching.bounds if c.chunks > 1 and c.schedule == schedule)
+        )
         space += ", chunks balanced one by one"
     if isinstance(searching, SearchingAhead):
         least = min(searching.least_steps.values()) + searching.costs.least_on_whole_batch

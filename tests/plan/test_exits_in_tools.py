@@ -139,6 +139,7 @@ def torchtitan_config(configuration: ToolConfiguration) -> Any:
         {"chunks": 2, "schedule": "interleaved-1f1b", "data": 2, "zero": 2, "batch": 16},
         {"schedule": "gpipe", "micro_batch": 2},
         {"schedule": "zb-h1"},
+        {"chunks": 2, "schedule": "zb-v"},
         {"pipeline": 1, "data": 4, "zero": 3},
     ],
 )

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from autopar import Plan, PlanError
 from autopar.plan.degrees import Degrees
 from autopar.plan.stage import Stage, StageTransfer
-from autopar.schedule.builders import make_schedule
+from autopar.schedule.builders import make_schedule, ranks_of_stages
 
 PLAIN = Degrees(1, 2, 1, 1, "1f1b", 1, 0, "none", False, 8)
 
@@ -24,12 +24,14 @@ class TorchStage(SimpleNamespace):
     """What torch's schedules ask of a stage before anything runs."""
 
     def __init__(self, index: int, ranks: int, n_stages: int) -> None:
-        super().__init__(group=None, stage_index=index, group_rank=index % ranks, group_size=ranks, num_stages=n_stages)
+        super().__init__(group=None, stage_index=index, group_rank=0, group_size=ranks, num_stages=n_stages)
         self.submod = None
 
 
-def torch_runtime(m: int, ranks: int, n_stages: int) -> Any:
-    stages = [TorchStage(s, ranks, n_stages) for s in range(0, n_stages, ranks)]
+def torch_runtime(m: int, ranks: int, n_stages: int, schedule: str = "1f1b") -> Any:
+    """Of the first rank."""
+    order = ranks_of_stages(schedule, ranks, n_stages // ranks)
+    stages = [TorchStage(s, ranks, n_stages) for s, rank in enumerate(order) if rank == 0]
     return torch_schedules._PipelineScheduleRuntime(stages, m, loss_fn=lambda *_: None)
 
 
@@ -38,6 +40,7 @@ def torch_runtime(m: int, ranks: int, n_stages: int) -> Any:
     [
         *[(name, p, 1, m) for name in ("gpipe", "1f1b", "zb-h1") for p, m in ((1, 3), (2, 1), (3, 7), (4, 8))],
         *[("interleaved-1f1b", p, v, m) for p, v, m in ((2, 2, 4), (2, 3, 6), (4, 2, 8), (3, 2, 4))],
+        *[("zb-v", p, 2, m) for p, m in ((2, 4), (3, 5), (4, 2))],
     ],
 )
 def test_torch_reads_validates_and_simulates_the_schedule(
@@ -46,14 +49,15 @@ def test_torch_reads_validates_and_simulates_the_schedule(
     plan = plan_with(Degrees(1, ranks, 1, 1, schedule, chunks, 0, "none", False, m), ranks * chunks)
     path = tmp_path / "schedule.csv"
     plan.schedule_csv().save(path)
-    runtime = torch_runtime(m, ranks, ranks * chunks)
+    runtime = torch_runtime(m, ranks, ranks * chunks, schedule)
+    rank_of = ranks_of_stages(schedule, ranks, chunks)
     runtime._load_csv(str(path))  # raises where an action is missing or comes too early
     computing = {
         rank: [a for a in actions if a.computation_type.value not in ("UNSHARD", "RESHARD", "REDUCE_GRAD")]
         for rank, actions in runtime.pipeline_order_with_comms.items()  # with sends and receives, which torch added
     }
-    torch_schedules._simulate_comms_compute(computing, lambda s: s % ranks, ranks * chunks)  # raises at a deadlock
-    assert runtime.stage_index_to_group_rank == {s: s % ranks for s in range(ranks * chunks)}
+    torch_schedules._simulate_comms_compute(computing, rank_of.__getitem__, ranks * chunks)  # raises at a deadlock
+    assert runtime.stage_index_to_group_rank == dict(enumerate(rank_of))
     runtime._dump_csv(str(tmp_path / "again.csv"), format="compute_only")
     assert (tmp_path / "again.csv").read_text().split() == path.read_text().split()
 
@@ -71,7 +75,7 @@ def test_each_copy_of_a_pipeline_has_the_rows_of_the_csv(wanted: Degrees, copies
     m = wanted.n_microbatches * copies
     table = make_schedule(wanted.schedule, m, [copies] * wanted.pipeline, chunks=wanted.chunks)
     names = [tuple(f"cuda:{p}.{i}" for i in range(copies)) for p in range(wanted.pipeline)]
-    stages = tuple(Stage(names[s % wanted.pipeline], (f"layers.{s}/linear#0",)) for s in range(wanted.n_stages))
+    stages = tuple(Stage(names[rank], (f"layers.{s}/linear#0",)) for s, rank in enumerate(wanted.rank_of))
     text = Plan(stages, m, wanted.schedule).schedule_csv().text
     for copy in range(copies):
         rows = [

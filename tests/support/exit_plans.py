@@ -27,7 +27,7 @@ def plan_with(degrees: Degrees, n_layers: int, *, cut_inside: bool = False) -> P
     mode = RECOMPUTE[degrees.recompute]
     stages = tuple(
         Stage(
-            tuple(names[i] for i in degrees.devices(stage % degrees.pipeline)),
+            tuple(names[i] for i in degrees.devices(degrees.rank_of[stage])),
             tuple(keys),
             recompute=mode is Recompute.STAGE,
             selective=mode is Recompute.SELECTIVE,

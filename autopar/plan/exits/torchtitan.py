@@ -25,7 +25,7 @@ from autopar.plan.exits.configuration import (
 from autopar.plan.exits.plan_degrees import beyond_degrees, degrees_in
 from autopar.plan.exits.schedule_csv import csv_text
 from autopar.plan.exits.stage_layers import StageLayers, even_counts, stage_layers
-from autopar.schedule.builders import INTERLEAVED
+from autopar.schedule.builders import INTERLEAVED, V_SHAPED
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -99,10 +99,12 @@ def configuration_of(plan: Plan) -> ToolConfiguration:
 
 def _has_schedule(degrees: Degrees) -> bool:
     """Whether one of torch's schedules takes these numbers: single-stage ones need a micro-batch for every stage,
-    interleaved ones whole rounds."""
+    interleaved ones whole rounds, ZBVZeroBubble nothing."""
     m, p = degrees.n_microbatches, degrees.pipeline
     if degrees.schedule not in _SCHEDULES:
         return False
+    if degrees.schedule in V_SHAPED:
+        return degrees.pipeline > 1
     if degrees.schedule in INTERLEAVED:
         return degrees.chunks > 1 and m % max(1, m // p) == 0
     return m >= p

@@ -269,13 +269,13 @@ def same_constants(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def _under_hooks(forward: Callable[[], Any]) -> Any:
     """What a user's code returns under the hooks on saved tensors of this thread, as far as it runs under them: it may
     differentiate what it computes."""
-    if saved_tensors.forgotten():
+    if saved_tensors.are_forgotten():
         with saved_tensors.put_aside():
             return forward()
     try:
         return forward()
     except RuntimeError as error:
-        if not saved_tensors.kept() or "saved tensor hooks" not in str(error):
+        if not saved_tensors.are_hooked() or "saved tensor hooks" not in str(error):
             raise
     with saved_tensors.put_aside():  # torch.func.grad runs under none
         return forward()

@@ -13,9 +13,11 @@ from autopar.errors.names import few
 from autopar.hints.module_paths import nearest
 
 
-def notes_on_kept_layers(example: Example) -> tuple[str, ...]:
-    """Which layers keep all, and why; () where all run again, or where the model repeats none."""
+def notes_on_kept_layers(example: Example) -> tuple[str, ...] | None:
+    """Which layers keep all, and why; () where all run again, None where the model repeats none."""
     blocks = Blocks(example.program, example.batching.storages)
+    if not blocks.layers:
+        return None
     kept = [layer for layer in blocks.layers if layer not in blocks.all]
     why = {
         "a single operator keeps nothing but what enters it": [layer for layer in kept if len(layer) == 1],
@@ -26,11 +28,6 @@ def notes_on_kept_layers(example: Example) -> tuple[str, ...]:
         for reason, of in why.items()
         if (paths := _paths_of(of, example.program.layers))
     )
-
-
-def repeats_layers(example: Example) -> bool:
-    """Whether the model has layers that could run again one by one."""
-    return bool(Blocks(example.program, example.batching.storages).layers)
 
 
 def _paths_of(layers: Iterable[frozenset[fx.Node]], paths: Collection[str]) -> list[str]:

@@ -75,7 +75,8 @@ def priced_ahead(
         costs = estimate_costs(example, cluster, recipe, progress=progress)
         priced = predict_plan(plan, example, costs, search.conditions)
     kept = [note for note in priced.notes if not note.startswith((OTHER, ESTIMATED, *ABOUT_WHOLE_BATCH))]
-    layers = notes_on_kept_layers(example) if example.training and any(s.layerwise for s in plan.stages) else ()
+    by_layer = example.training and any(stage.layerwise for stage in plan.stages)
+    layers = (notes_on_kept_layers(example) or ()) if by_layer else ()
     kept = [note for note in kept if note not in layers]
     notes = (
         estimated_note(cluster),

@@ -48,12 +48,12 @@ def hooked(
             _THREAD.hooks.pop()
 
 
-def kept() -> bool:
-    """Whether this thread is under hooks of `hooked`."""
+def are_hooked() -> bool:
+    """Whether hooks of `hooked` apply in this thread."""
     return bool(_THREAD.hooks)
 
 
-def forgotten() -> bool:
+def are_forgotten() -> bool:
     """Whether some of them keep nothing."""
     return any(one.forget for one in _THREAD.hooks)
 

@@ -28,6 +28,7 @@ from autopar.plan.file_format.short_values import devices_in_rows, short_descrip
 from autopar.plan.file_format.tables import EXCHANGES, ROWS, TABLES, compact
 from autopar.plan.file_format.transfers import short_transfers
 from autopar.plan.recompute import NAMES, RECOMPUTE, Recompute, recompute_flags
+from autopar.schedule.builders import n_ranks
 from autopar.sharding.stage_sharding import totals
 
 _FIRST = ("n_microbatches", "schedule", "batch_size", "training", "predicted_step_time")  # in a file, before the stages
@@ -56,18 +57,12 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
     for parent, fields in tables.items():
         layers.setdefault(parent, {}).update(fields)
     shared = {**take_figures(stages), "layers": layers, "collectives": collectives}
-    turns = _turns([tuple(stage["devices"]) for stage in stages])
+    turns = n_ranks("interleaved-1f1b", [tuple(stage["devices"]) for stage in stages])
     for stage in stages[turns or len(stages) :]:
         del stage["devices"]  # in turn those of the first stages
     first = {name: flat[name] for name in _FIRST if name in flat and not (name == "training" and flat[name])}
     rest = {name: value for name, value in flat.items() if name not in (*_FIRST, "stages")}
     return {**first, "stages": stages, **{name: value for name, value in shared.items() if value}, **_short(rest)}
-
-
-def _turns(groups: list[tuple[str, ...]]) -> int | None:
-    """p, if the stages take p different groups of devices in turn (0 1 .. p-1 0 1 ..); otherwise None."""
-    p = len(dict.fromkeys(groups))
-    return p if p and groups == groups[:p] * (len(groups) // p) else None
 
 
 def _mode(stage: dict[str, Any]) -> Recompute:

@@ -26,7 +26,7 @@ from autopar.planner.hand_plan.degrees import Limits, read_degrees
 from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
-from autopar.planner.kept_layers import notes_on_kept_layers, repeats_layers
+from autopar.planner.kept_layers import notes_on_kept_layers
 from autopar.planner.predict import predict
 from autopar.planner.search_options import assumptions_of, estimated_note, search_options
 from autopar.sharding.mesh import make_mesh
@@ -132,11 +132,12 @@ def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]
     """What all stages do, by its name, and notes about layers that do otherwise."""
     if not RECOMPUTE[degrees.recompute].by_layer or not example.training:
         return degrees.recompute, ()
-    if not repeats_layers(example):
+    notes = notes_on_kept_layers(example)
+    if notes is None:
         return "stage", (
             f"the model repeats no layers: with recompute={degrees.recompute!r} its stages run again as one",
         )
-    return degrees.recompute, notes_on_kept_layers(example)
+    return degrees.recompute, notes
 
 
 def _shared_work(example: Example, options: PlanOptions) -> tuple[SharedWork, tuple[str, ...]]:

@@ -212,8 +212,8 @@ class Searching(SearchSpace):
                 continue
             most = _ROUNDS_MOVED * len(candidate.arrangement.stages)
             # Interleaved plans have many boundaries: on a cluster those of the fastest plan under a schedule are moved.
-            best_so = candidate.timeline.step_time == of_schedule[config.schedule]
-            too_many = config.chunks > 1 and not (self.ahead and best_so)
+            fastest_here = candidate.timeline.step_time == of_schedule[config.schedule]
+            too_many = config.chunks > 1 and not (self.ahead and fastest_here)
             if config.copies > 1 or config.n_microbatches >= most or too_many:
                 continue
             # Adding up the stages of one of them takes about as long as simulating half as many actions as operators.

@@ -202,7 +202,7 @@ class Problem:
         launches, overlapping, captured = self.launches, self.overlapping, self.captured
         return self.known.of(
             OneKind(
-                self.kinds[kind],
+                replace(self.kinds[kind], copies=1),
                 self.kinds[kind].space or self.space,
                 self.forward[kind],
                 self.backward[kind],

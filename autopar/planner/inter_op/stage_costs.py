@@ -134,7 +134,7 @@ class Costs:
         split, single = problem.weight is not None, self._single(replicas)
         if problem.accumulation is not None and (split or not single):
             passes = np.maximum(passes - problem.chunks * seconds.lacking(mode.recompute), 0.0)
-        after = seconds.reduced(replicas) + seconds.once
+        after = seconds.reduced(replicas * problem.kinds[mode.kind].copies) + seconds.once
         ends_with_others = split and self._delayed_parts(single) > 1
         if not problem.sum_counts or problem.chunks > 1 or ends_with_others:
             return passes + after

@@ -32,7 +32,7 @@ _MOST_REPLICAS = 8  # numbers of replicas whose reductions are kept at once, for
 class OneKind:
     """All that the seconds of stages on devices of one kind depend on. The arrays are rows of those in `Problem`."""
 
-    kind: DeviceKind
+    kind: DeviceKind  # of one pipeline: copies of it count among the replicas
     space: Space
     forward: np.ndarray  # [n]
     backward: np.ndarray
@@ -53,7 +53,7 @@ class OneKind:
     def content(self) -> Hashable:
         """Equal for equal kinds: their number, memory and name make no difference. Spaces are equal if they are one."""
         others = {name: _content(value) for name, value in vars(self).items() if name not in ("kind", "space")}
-        kind = replace(self.kind, name="", count=1, memory=0.0, pool=None, space=None)
+        kind = replace(self.kind, name="", count=1, memory=0.0, pool=None, space=None, lanes=None)
         return (kind, id(self.space), *others.values())
 
 
@@ -115,7 +115,8 @@ class StageSeconds:
         return self._known_lacking[recompute]
 
     def reduced(self, replicas: int) -> np.ndarray:
-        """Seconds once a step to add up gradients over replicas, whatever stages run again, [n_pairs]."""
+        """Seconds once a step to add up gradients over replicas, in all copies of the pipeline, whatever stages run
+        again, [n_pairs]."""
         known = self._known_reduced
         if replicas not in known:
             reduction = self.of.kind.reduction(replicas, self._gradients)

@@ -17,11 +17,15 @@ is sent by a stage before it, and received by one after it:
 
 The least of that over all ways to divide the devices is a bound on all plans with this cut. Where transfers run behind
 passes, c counts in the sum of the fills alone.
+
+There is no plan at all where parameters, gradients and states need more than all devices have, each of them on the kind
+that holds it in the fewest bytes.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,13 +34,35 @@ import numpy as np
 from autopar.planner.inter_op.cuts import crossing
 from autopar.planner.inter_op.problem import Problem
 
+_ROUNDING = 1e-9  # share of a number of bytes that may be due to rounding
+
 
 def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
-    """A lower bound in seconds on every plan on at most `counts` devices, whatever its cuts."""
+    """A lower bound in seconds on every plan on at most `counts` devices, whatever its cuts; inf where none fits."""
+    if _least_resident(problem) > _all_memory(problem, counts) * (1 + _ROUNDING):
+        return math.inf
     everything, nothing = np.ones((1, problem.n_atoms)), np.zeros(1)
     relaxed = _Relaxed(problem, counts)
     slowest = relaxed.busy(np.array(counts), everything, nothing, nothing)
     return float(relaxed.seconds(relaxed.fills(nothing, nothing), slowest)[0])
+
+
+def _least_resident(problem: Problem) -> float:
+    """Bytes that the stages of any plan hold all the time, on all their devices together, at least: one copy."""
+    of_kinds = [(kind.width, (kind.space or problem.space).resident) for kind in problem.kinds]
+    if len({tuple(item.atoms for item in items) for _, items in of_kinds}) > 1:
+        return 0.0  # parameters are not told apart
+    held = [[width * item.nbytes for item in items] for width, items in of_kinds]
+    return float(np.min(held, axis=0).sum())
+
+
+def _all_memory(problem: Problem, counts: Sequence[int]) -> float:
+    """Bytes of at most `counts` devices; one counts for each of its chunks."""
+    most = [
+        max(k.memory for k, p in zip(problem.kinds, problem.pools, strict=True) if p == pool)
+        for pool in range(len(counts))
+    ]
+    return sum(count * memory for count, memory in zip(counts, most, strict=True) if count) / problem.chunks
 
 
 def work_bound(problem: Problem, counts: Sequence[int]) -> float:

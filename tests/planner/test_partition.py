@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,24 @@ def test_no_plan_is_below_the_relaxed_bound(problem: Problem) -> None:
     best = solve(problem)
     if best is not None:
         assert relaxed_bound(problem, problem.counts) <= best.objective * (1 + 1e-9)
+
+
+def test_the_bound_says_where_parameters_need_more_than_all_devices_have() -> None:
+    """6 bytes as whole parameters, or 2 x 4 on meshes of two devices, for two devices with 3 bytes each."""
+    cuts, times = line_cuts(2), np.ones((2, 2))
+    one, mesh = (
+        Space(cuts, (), tuple(Shared(nbytes, (atom,)) for atom in range(2)), (), (), np.zeros(2))
+        for nbytes in (3.0, 2.0)
+    )
+    roomy = DeviceKind("single", 2, 3.0, 0.0, 0.0, 0.0, pool=0)
+    kinds = (roomy, DeviceKind("pair", 2, 3.0, 0.0, 0.0, 0.0, pool=0, space=replace(mesh, cuts=cuts), width=2))
+    problem = Problem(one, times, np.zeros((2, 2)), 2, "gpipe", kinds, max_replicas=1)
+    assert math.isfinite(relaxed_bound(problem, (2,)))
+    assert solve(problem) is not None
+    scarce = replace(problem, kinds=tuple(replace(kind, memory=2.9) for kind in kinds))
+    assert math.isinf(relaxed_bound(scarce, (2,)))
+    assert solve(scarce) is None
+    assert math.isinf(relaxed_bound(replace(problem, chunks=3), (2,)))  # a device counts for each of its chunks
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ from autopar.analysis.rules.table import rule_name
 from autopar.analysis.sample_states import Mean, Mixed, Split, State, Sum, Unbatched, Unproven
 from autopar.capture import torch_private
 from autopar.capture.cleanup import cross_entropy_arguments
+from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.module_state import torch_generators_restored
 from autopar.capture.program import Program, capture
 from autopar.capture.thread_state import neutral_state
@@ -242,6 +243,8 @@ class _LossStudy:
         placeholders = [n for n in loss.graph.nodes if n.op == "placeholder"]
         if any("val" not in n.meta for n in placeholders):
             return self._whole("it cannot be captured by torch.export")
+        if any(map(is_hook_point, loss.graph.nodes)):
+            return self._whole("it has hooks, which may do anything")
         if any(is_random(n, loss.graph_module) for n in loss.graph.nodes):
             return self._whole("it draws random numbers")
         states = {n: self._state(n, path) for n, path in zip(placeholders, keys, strict=True)}

@@ -57,6 +57,15 @@ class PipelinedModule(Pipelined, nn.Module):
 
     _instead = UNWRAP  # what to do about what a pipelined module cannot
 
+    # All attributes that are neither defined nor declared in this class are those of the model.
+    _process: int
+    _devices: tuple[Device, ...]
+    _decide: Decide
+    _signatures: Signatures
+    _calls: CallRunner
+    _record: bool
+    last_profile: StepProfile | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -74,6 +83,8 @@ class PipelinedModule(Pipelined, nn.Module):
         check_compile(settings.compile if settings else False, devices)
         super().__init__()
         self.__dict__["_model"] = model
+        kinds = [kind for kind in type(self).__mro__ if issubclass(kind, nn.Module)]
+        self.__dict__["_own"] = {name for kind in kinds for name in (*vars(kind), *kind.__annotations__)}
         self.__dict__["_forward_function"] = PipelinedModule.__dict__["forward"].like(model)
         for table in _SHARED:  # shared, not copied: later changes to the model show here
             self.__dict__[table] = model.__dict__[table]
@@ -83,7 +94,7 @@ class PipelinedModule(Pipelined, nn.Module):
         self._signatures = Signatures(model, devices, decide, plan, settings or RunSettings())
         self._calls = CallRunner(model, devices, self._signatures)
         self._record = record
-        self.last_profile: StepProfile | None = None
+        self.last_profile = None
 
     @property
     def __class__(self) -> type:
@@ -221,6 +232,19 @@ class PipelinedModule(Pipelined, nn.Module):
                 raise
             value = getattr(self.__dict__["_model"], name)  # other attributes of the model: config, dtype, ...
             return self._generating(value) if name == "generate" and callable(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the model are set on the model, which computes with them."""
+        if "_model" not in self.__dict__ or name in self.__dict__ or name in self.__dict__["_own"]:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.unwrap(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or "_model" not in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.unwrap(), name)
 
     def close(self) -> None:
         """End the worker threads; the next call starts new ones."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -138,3 +138,57 @@ def test_a_model_that_counts_its_calls_is_captured_once(monkeypatch: pytest.Monk
             pm(x)
     assert not captured
     assert model.calls == calls + 3  # the plan runs the model itself
+
+
+class Switched(nn.Module):
+    """Computes with attributes that users set on the model."""
+
+    layers_used: Sequence[int] = (0,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.act: Callable[[Tensor], Tensor] = torch.tanh
+        self.scale = 1.0
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.scale
+
+    @doubled.setter
+    def doubled(self, value: float) -> None:
+        self.scale = value / 2
+
+    def set_scale(self, value: float) -> None:
+        self.scale = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in self.layers_used:
+            x = self.act(self.first(x))
+        return self.last(x) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_attributes_set_on_a_pipelined_module_are_set_on_its_model() -> None:
+    torch.manual_seed(0)
+    original, x = Switched(), torch.randn(4, 6)
+    model = copy.deepcopy(original)
+    plan = Plan.from_split({"first": 0, "last": 1}, n_microbatches=2)
+    pm: Any = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, cache=False)
+    for change in (
+        lambda m: setattr(m, "scale", 3.0),
+        lambda m: setattr(m, "act", torch.relu),
+        lambda m: setattr(m, "layers_used", [0, 1]),
+        lambda m: setattr(m, "doubled", 5.0),
+        lambda m: m.set_scale(0.5),
+        lambda m: delattr(m, "layers_used"),
+        lambda m: setattr(m, "last", copy.deepcopy(m.first)),
+    ):
+        change(original)
+        change(pm)
+        torch.testing.assert_close(pm(x), original(x))
+    assert pm.scale == model.scale == 0.5
+    pm.last_profile = None  # its own
+    assert "last_profile" not in vars(model)
+    with pytest.raises(AttributeError, match="no_such"):
+        del pm.no_such

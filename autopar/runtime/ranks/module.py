@@ -40,6 +40,11 @@ class RankedModule(PipelinedModule):
 
     _instead = IN_ONE_PROCESS
 
+    _world: World
+    _takes_shares: bool
+    _on_rank: RankSignatures
+    _calls: RankCalls
+
     def __init__(
         self,
         world: World,
@@ -60,7 +65,7 @@ class RankedModule(PipelinedModule):
         self._takes_shares = data == "per-rank"
         self._on_rank = RankSignatures(world, model, devices, agreed, plan, used)
         self._signatures = self._on_rank
-        self._calls: RankCalls = RankCalls(world, model, devices, self._on_rank, per_rank=self._takes_shares)
+        self._calls = RankCalls(world, model, devices, self._on_rank, per_rank=self._takes_shares)
 
     def agree(self, options: PlanOptions, plan: Plan | None) -> None:
         """Raise InputError on all ranks where they were made with other `options`, or were given another `plan`.

@@ -21,20 +21,24 @@ class CallerState:
     autocast_cache: bool
     default_device: torch.device | None  # None: the CPU, as in a fresh thread
     saved_tensors_hooks: torch_private.SavedTensorsHooks | None
+    checkpointed: bool  # the call is inside a torch.utils.checkpoint, whose hooks no worker has
     streams: tuple[torch.cuda.Stream, ...]  # one per GPU: the stream on which the caller queues kernels
 
     @classmethod
     def of_this_thread(cls, devices: Iterable[torch.device], *, training: bool = False) -> CallerState:
         """The settings of the current thread. `training`: record gradients in any grad mode of the caller."""
         device_types = {device.type for device in devices}
-        default = torch.get_default_device()
+        default, hooks = torch.get_default_device(), torch_private.saved_tensors_hooks()
+        checkpointed = hooks is not None and torch_private.of_checkpoint(hooks)
         return cls(
             training or torch.is_grad_enabled(),
             not training and torch.is_inference_mode_enabled(),
             tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(device_types)),
             torch.is_autocast_cache_enabled(),
             None if default.type == "cpu" else default,
-            torch_private.saved_tensors_hooks(),
+            # A checkpoint's tell tensors apart by the order in which they are saved, which threads do not keep.
+            (_as_it_is, _as_it_is) if checkpointed else hooks,
+            checkpointed,
             tuple(torch.cuda.current_stream(d) for d in sorted(set(devices), key=str) if d.type == "cuda"),
         )
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._export.passes import _node_metadata_hook
 from torch._subclasses.fake_tensor import FakeTensor
@@ -195,6 +196,11 @@ def saved_tensors_hooks() -> SavedTensorsHooks | None:
     """The innermost saved_tensors_hooks of this thread, which other threads do not inherit (no public query exists)."""
     hooks: SavedTensorsHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+def of_checkpoint(hooks: SavedTensorsHooks) -> bool:
+    """Whether torch.utils.checkpoint put these hooks there, to run its function again (their classes are private)."""
+    return hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 def have_gradient_hooks(tensors: Sequence[torch.Tensor], *, besides: tuple[type, ...] = ()) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError
+from autopar.runtime.step.workers import WorkerPool, WorkerThread
 
 UNWRAP = "call pm.unwrap(), the model itself, for that"
 IN_ONE_PROCESS = "do that in one process, as no rank has the whole model: save with autopar.save, and load it there"
@@ -37,15 +39,20 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_process(process: int) -> None:
-    """Raise AutoparError in a process that was forked after the module was made in `process`.
-
-    The worker threads exist in that process only: a call would wait for them for ever.
+def check_caller(process: int, workers: WorkerPool) -> None:
+    """Raise AutoparError for a call that would wait for ever: in a process that was forked after the module was made in
+    `process`, where its worker threads do not exist, and on one of these threads, which are busy with another call.
     """
     if os.getpid() != process:
         raise AutoparError(
             f"this process ({os.getpid()}) was forked from the one that made the pipelined module ({process}), and its "
             "worker threads stayed there; call autopar.parallelize here, or call the module in its own process only"
+        )
+    thread = threading.current_thread()
+    if isinstance(thread, WorkerThread) and thread.pool() is workers:
+        raise AutoparError(
+            "the pipelined module is called by code that runs inside one of its own calls, such as a hook or a loss "
+            "function: the call would wait for itself; call it before or after, or call pm.unwrap() there"
         )
 
 

@@ -21,7 +21,7 @@ from autopar.plan.display import printable, reported
 from autopar.plan.plan import Plan
 from autopar.plan.plan_report import ReportKeywords
 from autopar.runtime.arguments import check_loss_and_target
-from autopar.runtime.call_checks import UNWRAP, Pipelined, check_process, check_tensors
+from autopar.runtime.call_checks import UNWRAP, Pipelined, check_caller, check_tensors
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, left_to_python, visible_class
 from autopar.runtime.own_devices import takes_cache
@@ -205,7 +205,7 @@ class PipelinedModule(Pipelined, nn.Module):
         target: Any = None,
     ) -> Plan:
         """Capture, profile and plan for a call like this one, without running it."""
-        check_process(self._process)
+        check_caller(self._process, self._signatures.workers)
         self._calls.prepare(CallArguments(args, kwargs, loss_fn, target))
         assert self.plan is not None
         return self.plan
@@ -260,7 +260,7 @@ class PipelinedModule(Pipelined, nn.Module):
     @left_to_python
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
-        check_process(self._process)
+        check_caller(self._process, self._signatures.workers)
         call = CallArguments(args, kwargs)
         if self._calls.runs_the_model(call):
             return self._calls.plain_call(call)
@@ -331,7 +331,7 @@ class PipelinedModule(Pipelined, nn.Module):
         still warms up. On GPUs, times are those of events in the GPUs' own queues: no thread waits for a GPU before
         the step has ended.
         """
-        check_process(self._process)
+        check_caller(self._process, self._signatures.workers)
         check_loss_and_target(loss_fn, target)
         call = CallArguments(args, kwargs, loss_fn or own_loss, target, target_dim, bool(return_outputs))
         if not profile and self._calls.runs_the_model(call):

@@ -81,6 +81,12 @@ class OneTimeWarnings:
     def runs_unpipelined(self, what: str, why: str) -> None:
         self._once(f"{what} runs the model itself on the devices of its stages, without pipelining: {why}")
 
+    def checkpointed(self) -> None:
+        self._once(
+            "torch.utils.checkpoint around a pipelined module runs it twice and saves no memory: its stages keep their "
+            "activations; mark modules with autopar.recompute(module) instead, before autopar.parallelize"
+        )
+
     def without_shards(self, batch: int, multiple: int) -> None:
         self._once(
             f"a batch of {batch} samples runs without shards, because the plan's shards need a multiple of {multiple} "

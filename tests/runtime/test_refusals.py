@@ -7,6 +7,7 @@ import multiprocessing
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -356,3 +357,19 @@ def test_a_module_without_a_plan_says_when_there_will_be_one() -> None:
     assert pm.plan is not None
     assert pm.plan.places in repr(pm)
     assert "Linear(in_features=8" in repr(pm)
+
+
+def test_a_call_from_inside_of_a_call_of_the_same_module_is_refused() -> None:
+    model = net()
+    pm = pipelined(model)
+
+    def calls_it(module: nn.Module, before: Any, after: Any) -> None:
+        with torch.no_grad():
+            pm(X)
+
+    hook = model[2].register_full_backward_hook(calls_it)
+    every_worker = pm.device_context(lambda _: nullcontext())  # stages this small might run on the caller's thread
+    with every_worker, pytest.raises(AutoparError, match="inside one of its own calls"):
+        pm(X).sum().backward()
+    hook.remove()
+    pm(X).sum().backward()  # it is as it was

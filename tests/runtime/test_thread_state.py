@@ -14,6 +14,7 @@ from models import assert_same_gradients, assert_same_outputs, gradients, mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import PipelinedModule, Plan
@@ -245,6 +246,25 @@ def test_activations_saved_on_the_cpu_give_the_same_gradients(way: str) -> None:
     with torch.autograd.graph.save_on_cpu():
         torch.testing.assert_close(step(pm, x, way), expected)
     assert_same_gradients(gradients(pm), wanted)
+
+
+@workers
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("around", [lambda f: f, lambda f: lambda x: f(x.sin()).tanh()], ids=["alone", "with more"])
+def test_a_checkpoint_around_a_pipelined_model_gives_the_same_gradients(
+    around: Callable[[Any], Any], reentrant: bool, spread: bool
+) -> None:
+    model, x = mlp(), torch.randn(5, 16, requires_grad=True)
+    pm = pipelined(model)
+    (around(model)(x) ** 2).sum().backward()
+    wanted, of_input, x.grad = gradients(model), x.grad, None
+    expected: Any = (
+        contextlib.nullcontext() if reentrant else pytest.warns(autopar.AutoparWarning, match="saves no memory")
+    )
+    with on_every_worker(pm, spread), expected:
+        (checkpoint(around(pm), x, use_reentrant=reentrant) ** 2).sum().backward()
+    assert_same_gradients(gradients(pm), wanted)
+    torch.testing.assert_close(x.grad, of_input)
 
 
 class NanBackward(nn.Module):

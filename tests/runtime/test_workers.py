@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar import DeviceError, Plan
 from autopar.runtime.step import workers
-from autopar.runtime.step.workers import Worker
+from autopar.runtime.step.workers import Worker, WorkerPool
 from cost_models import parse_devices
 
 
@@ -25,7 +25,7 @@ def test_a_worker_whose_device_cannot_be_used_says_so_and_leaves_no_thread(monke
     before = set(threading.enumerate())
     monkeypatch.setattr(workers.torch, "set_num_threads", lost)
     with pytest.raises(DeviceError, match=r"no worker can start on cpu:0: the device is lost"):
-        Worker(device)
+        Worker(device, WorkerPool([device]))
     assert set(threading.enumerate()) <= before  # threads of earlier tests may end meanwhile
 
 

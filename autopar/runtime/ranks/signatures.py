@@ -226,7 +226,7 @@ class RankSignatures(Signatures):
 
         def worker(group: tuple[int, ...]) -> Worker | RemoteWorker:
             if self._world.rank in group:
-                return self._workers[self._devices[self._world.rank].name]
+                return self.workers[self._devices[self._world.rank].name]
             return remote.setdefault(group, RemoteWorker(self._devices[group[0]]))
 
         device = self._world.device  # on each rank its own

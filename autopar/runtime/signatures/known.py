@@ -75,7 +75,7 @@ class Signatures:
         self._user_plan_completed = False
         self._captures = Captures(model, devices, settings, self.warnings)
         self._decisions: dict[Bucket, _Decision] = {}
-        self._workers = WorkerPool(devices)
+        self.workers = WorkerPool(devices)
 
     def follow(self, other: Signatures) -> None:
         """Start with the plan that `other` has in force, and do not repeat its warnings."""
@@ -89,7 +89,7 @@ class Signatures:
 
     def close(self) -> None:
         """End the workers and forget all captures."""
-        self._workers.close()
+        self.workers.close()
         self._captures.clear()
 
     @property
@@ -213,13 +213,13 @@ class Signatures:
     def _place(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
         # Later calls may train: neither the model's tensors nor their copies may become inference tensors.
         with torch.inference_mode(False):
-            bind(signature, plan, self._model, self._devices, self._workers, self.settings, check_hints=check_hints)
+            bind(signature, plan, self._model, self._devices, self.workers, self.settings, check_hints=check_hints)
 
     def _drop_abandoned(self) -> None:
         """After an interrupt in the middle of a long operator, a worker is still inside it: place everything anew, on
         new workers."""
         if any(s.executable is not None and s.executable.is_abandoned for s in self._all()):
-            self._workers.close()
+            self.workers.close()
             for signature in self._captures.known:
                 signature.plan = signature.executable = signature.whole = None
 

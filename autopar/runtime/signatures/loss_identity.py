@@ -23,6 +23,7 @@ from torch import nn
 
 from autopar.analysis.loss_objects import OF_OTHERS, is_of_package
 from autopar.capture.module_state import TORCHS_OWN
+from autopar.runtime.call_checks import Pipelined
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 8  # of what lies inside of something else that is looked into
@@ -127,7 +128,8 @@ class _Reader:
 
     def _module(self, module: nn.Module, names: frozenset[str] | None, depth: int) -> Any:
         """Its settings may be changed after it was made."""
-        parts = list(module.modules())
+        whole: Any = module
+        parts = list((whole.unwrap() if isinstance(module, Pipelined) else module).modules())
         if len(parts) > _MOST_MODULES or not self._form.numbers:
             return _Same(module)
         return tuple((type(part), *self._of_part(part, names, depth)) for part in parts)
@@ -136,7 +138,7 @@ class _Reader:
         """What a module holds beside its children."""
         own, through = vars(part), _through(part, (names or frozenset()) | {"forward"})
         yield from self._entries({k: v for k, v in own.items() if k not in TORCHS_OWN}, through, depth)
-        yield own["training"]
+        yield part.training
         for table in ("_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks"):
             if own[table]:
                 yield from self._entries(own[table], through, depth)

@@ -225,12 +225,15 @@ class CallRunner:
         devices = {d.torch_device for d in self._devices}
         tensors = [*bound.leaves, *(torch_private.tree_leaves(step.target) if step is not None else ())]
         devices |= {x.device for x in tensors if isinstance(x, torch.Tensor)}
+        state = CallerState.of_this_thread(devices, training=step is not None)
+        if state.checkpointed:
+            self._signatures.warnings.checkpointed()
         call = PipelineCall.of(
             signature.program,
             bound.leaves,
             self._sizes(bound),
             signature.batching.outputs,
-            CallerState.of_this_thread(devices, training=step is not None),
+            state,
             seed=int(torch.randint(1 << 62, (), device="cpu").item()) if lowered.random else None,
             loss=step.loss if step is not None else None,
             target=step.target if step is not None else None,

@@ -13,18 +13,25 @@ from cost_models.errors import DeviceError
 from cost_models.hardware.devices import Device, find_device
 
 
+class WorkerThread(threading.Thread):
+    """The thread of a worker. `pool`: the one that the worker belongs to."""
+
+    pool: weakref.ref[WorkerPool]
+
+
 class Worker:
     """A thread that works for one device. It ends when the Worker is collected or closed, and never delays the
     program's exit."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, pool: WorkerPool) -> None:
         """Raises DeviceError if the thread cannot work on the device."""
         self.device = device
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
+        self._thread = WorkerThread(
             target=_serve, args=(self._inbox, device, ready), name=f"autopar-{device.name}", daemon=True
         )
+        self._thread.pool = weakref.ref(pool)
         threads = torch.get_num_threads()
         self._thread.start()
         failure = ready.get()
@@ -77,7 +84,7 @@ class WorkerPool:
 
     def __getitem__(self, name: str) -> Worker:
         if name not in self._workers:
-            self._workers[name] = Worker(find_device(self._devices, name))
+            self._workers[name] = Worker(find_device(self._devices, name), self)
         return self._workers[name]
 
     def close(self) -> None:

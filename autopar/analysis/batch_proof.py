@@ -62,6 +62,8 @@ from autopar.capture.node_names import describe
 from autopar.capture.program import Program, is_getitem
 
 States = State | tuple["States", ...]  # of a tensor or number, or of each item of a tuple
+
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide")
 _WRITES_PART = "writes into a part of a tensor"
 
 
@@ -262,7 +264,8 @@ class Walk:
     def _state(self, node: fx.Node) -> States:
         value = self._value(node)
         reads = [self.states[n] for n in node.all_input_nodes]
-        unknown = next((s for s in _leaves(reads) if isinstance(s, Unproven)), None)
+        unknown: Mixed | Unproven | None = next((s for s in _leaves(reads) if isinstance(s, Unproven)), None)
+        unknown = next((s for s in _leaves(reads) if isinstance(s, Mixed) and s.lasting), unknown)
         if is_getitem(node) and isinstance(reads[0], tuple):
             return reads[0][node.args[1]]  # type: ignore[index]
         if is_hook_point(node):  # returns its tensors unchanged, then a handle that links the hooks of one call
@@ -275,7 +278,7 @@ class Walk:
         if isinstance(value, (int, float)):
             return Unbatched()  # a size that export has proven constant
         if unknown is not None:
-            return self._mean_of_unknown_number(node) or unknown
+            return self._mean_of_unknown_number(node) or self._scaled_by_batch(node) or unknown
         results = list(value) if isinstance(value, (tuple, list)) else [value]
         shapes = [tuple(map(self._size, shape)) for r in results if (shape := shape_of(r)) is not None]
         if len(shapes) != len(results):
@@ -303,6 +306,16 @@ class Walk:
         if not any(size.free_symbols - {BATCH} for size in sizes):
             return None
         return Mixed(node, SELECTS)
+
+    def _scaled_by_batch(self, node: fx.Node) -> Mixed | None:
+        """The state of arithmetic with entries that the proof cannot follow and a mean or sum over the batch, which is
+        another one for each micro-batch; None for other operators. Whole numbers may be places among the entries."""
+        if rule_name(node) not in _ARITHMETIC:
+            return None
+        values = [(self.states[n], self._value(n)) for n in node.all_input_nodes]
+        of_batch = any(isinstance(s, (Mean, Sum)) and v.dtype.is_floating_point for s, v in values)
+        entries = any(isinstance(s, Unproven) and shape_of(v) for s, v in values)
+        return Mixed(node, lasting=True) if of_batch and entries else None
 
     def _followed(self, node: fx.Node, shapes: list[tuple[Size, ...]]) -> Sequence[State]:
         """The states of the results of an operator: by a special case along the batch dimension, or by its rule."""

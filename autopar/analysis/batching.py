@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from autopar.analysis.batch_tail import Tail
 
 VARIATIONS = 3  # of the samples that are compared where the proof is open
+_OWN_SAMPLES = 8  # of the example that are compared as they are
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,10 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False, proof: P
                 with contextlib.suppress(Exception):  # values that the model does not take
                     finding = _look(program, flat, other, rows, rows - least_rows, proven, findings[0].combinations)
                     findings.append(finding)
-            if program.uncaptured:  # nothing is known of its code: compare the example as it is, too
-                cuts = {c for c in (1, size // 4, size // 2, size - 1) if least_rows <= c <= size - least_rows}
-                findings += [_look(program, flat, leaves, size, cut, proven) for cut in sorted(cuts)]
+            own, cuts = _parts_of_example(program, proof)
+            shown = samples_of(program, leaves, 0, own)
+            wanted = [cut for cut in cuts if least_rows <= cut <= own - least_rows]
+            findings += [_look(program, flat, shown, own, cut, proven) for cut in wanted]
         except Exception as error:  # the model may raise anything at a batch size that it does not support
             failures.append(_works_only_for(size, error))
             obstacle = obstacle or failures[0]
@@ -155,6 +157,19 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False, proof: P
         obstacle = obstacle or batching.obstacle
     fixed = failures[0] if failures and len(failures) == len(attempts) else ""
     return replace(_whole_only(program, leaves, flat, norms, obstacle), fixed=fixed)
+
+
+def _parts_of_example(program: Program, proof: Proof) -> tuple[int, Sequence[int]]:
+    """How many samples of the example to compare as they are, and where to cut them.
+
+    Nothing is known of uncaptured code; and made-up samples may lie alike under a mask that an operator without a rule
+    computes with.
+    """
+    size = program.batch_size
+    if program.uncaptured:
+        return size, sorted({1, size // 4, size // 2, size - 1})
+    own = min(size, _OWN_SAMPLES)
+    return own, sorted({1, own // 2}) if proof.verdict == "open" else ()
 
 
 def _compared(

@@ -80,6 +80,7 @@ class Mixed:
 
     node: fx.Node
     why: str = "mixes samples: its output depends on which samples share a batch"
+    lasting: bool = False  # no later operator takes the samples apart again, as one may that sorts them back
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """The search's candidates, checked against the memory by their rehearsed steps.
 
 The partition search adds up bytes by a formula. The plan that it chooses is rehearsed (`rehearsed_memory.py`), and one
-whose step exceeds the memory of a device is dropped for the next best:
+whose step exceeds the memory of a device is dropped. The best partition under the same schedule and number of
+micro-batches that has less memory by the formula takes its place:
 
     search -> candidates -> choose -> rehearse -- fits --> plan
-      ^                        ^          |
-      |                        '- dropped-+
+      ^             ^                     |
+      |             '- with less memory <-+- dropped
       '--- bytes of the formula times the smallest excess, where all are dropped
 
 Where memory may lack (`_looks_again`), a second search takes the formula's bytes for less than they are, as the formula
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.costs.cost_graph import CostGraph
+from autopar.planner.arrangement import Arrangement
 from autopar.planner.inter_op.ahead import SearchingAhead
 from autopar.planner.inter_op.at_hand import SearchingAtHand
 from autopar.planner.inter_op.candidates import Candidate, Searching
@@ -30,6 +32,9 @@ from autopar.planner.search_options import SearchOptions
 _FEWER = 0.8  # share of the formula's bytes: it is up to 18 % above what steps of T5 and ResNet-50 hold
 _FEWER_AHEAD = 0.7  # the same for clusters: up to 27 % above what layers that run again hold on a GPU
 _MOST_SEARCHES = 4
+_MOST_FURTHER = 2  # searches for a plan that is faster than one that fits, where still faster ones were dropped
+_MOST_DROPPED = 40  # candidates in whose place others are looked for
+_ALL = 1 + 1e-9  # of the memory, with rounding
 _STEP = 1.005  # the next search asks for this much less memory than what exceeded it
 
 Choose = Callable[[CostGraph, Sequence[Candidate]], Candidate]
@@ -40,22 +45,41 @@ class Found:
     """The result of the searches: candidates by predicted time; those that were rehearsed fit the memory."""
 
     searching: Searching
-    candidates: list[Candidate]
+    candidates: list[Candidate] = field(default_factory=list)
     best: Candidate | None = None
     excess: float = math.inf  # smallest share of the memory that a dropped candidate needs; of all searches at the end
     room: float = math.inf  # smallest share of the formula's bytes of a dropped stage that its device has
-    peaks: dict[int, Peaks] = field(default_factory=dict)  # by id of the candidate
+    dropped: int = 0  # candidates
+    _peaks: dict[Arrangement, Peaks] = field(default_factory=dict)
 
     def peaks_of(self, candidate: Candidate) -> Peaks:
         """The rehearsed peaks of its stages."""
-        if id(candidate) not in self.peaks:
-            searching = self.searching
+        arrangement, searching = candidate.arrangement, self.searching
+        if arrangement not in self._peaks:
             conditions = searching.options.conditions
-            self.peaks[id(candidate)] = rehearsed(searching.costs, searching.atoms, candidate.arrangement, conditions)
-        return self.peaks[id(candidate)]
+            self._peaks[arrangement] = rehearsed(searching.costs, searching.atoms, arrangement, conditions)
+        return self._peaks[arrangement]
+
+    def would_fit(self, candidate: Candidate) -> bool:
+        """Whether the rehearsed step fits the memory of every device."""
+        return self._share(candidate)[0] <= _ALL
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the rehearsed step fits the memory of every device; one that does not is dropped."""
+        """`would_fit`; a candidate that does not is dropped."""
+        needed, room = self._share(candidate)
+        if needed <= _ALL:
+            return True
+        self.excess, self.room = min(self.excess, needed), min(self.room, room)
+        self.candidates = [one for one in self.candidates if one is not candidate]
+        self.dropped += 1
+        config = self.searching.searched_config(candidate)
+        before = self.searching.bytes_factor(config)
+        self.searching.bytes_factors[config] = max(before * needed, room) * _STEP
+        return False
+
+    def _share(self, candidate: Candidate) -> tuple[float, float]:
+        """The share of a device's memory that the rehearsed step needs, where that is most, and the share of the
+        formula's bytes of this stage that the device has."""
         limit = self.searching.options.memory_limit or math.inf
         arrangement, timeline = candidate.arrangement, candidate.timeline
         by_formula = timeline.peak_memory or (0,) * timeline.schedule.n_slots
@@ -67,18 +91,17 @@ class Found:
             if share > needed:
                 needed = share
                 room = peak / share / max(1.0, *(by_formula[slot] for slot in slots))
-        if needed <= 1 + 1e-9:
-            return True
-        self.excess, self.room = min(self.excess, needed), min(self.room, room)
-        self.candidates = [one for one in self.candidates if one is not candidate]
-        return False
+        return needed, room
 
     def choose(self, choose: Choose) -> Candidate | None:
         """The best candidate that fits; None if there is none."""
         self.best = None
         while self.candidates and self.best is None:
             best = choose(self.searching.costs, self.candidates)
-            self.best = best if self.fits(best) else None
+            if self.fits(best):
+                self.best = best
+            elif _is_quick(self.searching) and self.dropped <= _MOST_DROPPED:
+                self.candidates += self.searching.searched_again(self.searching.searched_config(best))
         return self.best
 
 
@@ -91,6 +114,13 @@ def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshe
     if costs.rehearsal is not None and costs.alone and _looks_again(found):
         searches.append(_with_fewer_bytes(costs, options, choose))
         found = _faster(*searches)
+        refused = searches[0]
+        for _ in range(_MOST_FURTHER if found.best is not None else 0):
+            if not refused.dropped:
+                break
+            # Steps that do not fit have cut the search short.
+            refused = _searched(costs, options, choose, None, known=refused.searching)
+            found = _faster(found, refused)
     for _ in range(_MOST_SEARCHES):
         if found.best is not None or not math.isfinite(found.excess):
             break
@@ -106,8 +136,12 @@ def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshe
 def _looks_again(found: Found) -> bool:
     """Whether to search with fewer bytes, too: wherever memory may lack, but for a large cluster, whose search takes
     long, only if nothing fits."""
-    quick = found.searching.costs.cluster is None or found.searching.all_shapes
-    return found.best is None or (quick and _may_lack_memory(found.searching))
+    return found.best is None or (_is_quick(found.searching) and _may_lack_memory(found.searching))
+
+
+def _is_quick(searching: Searching) -> bool:
+    """Whether a further search takes little time."""
+    return searching.costs.cluster is None or searching.all_shapes
 
 
 def _may_lack_memory(searching: Searching) -> bool:
@@ -137,16 +171,24 @@ def _faster(found: Found, other: Found) -> Found:
 
 
 def _searched(
-    costs: CostGraph, options: SearchOptions, choose: Choose, meshes: MeshChoices | None, apart: int | None = None
+    costs: CostGraph,
+    options: SearchOptions,
+    choose: Choose,
+    meshes: MeshChoices | None,
+    apart: int | None = None,
+    known: Searching | None = None,
 ) -> Found:
-    """`apart`: see `SearchSpace`."""
+    """`apart`: see `SearchSpace`. `known`: an earlier search, whose rehearsals count here, too."""
     if costs.cluster is not None:
         searching: Searching = SearchingAhead(costs, options, meshes, apart)
     else:
         searching = Searching(costs, options)
         if meshes is not None and (meshes.may_gain_time or _may_lack_memory(searching)):
             searching = SearchingAtHand(costs, options, meshes, apart)
-    found = Found(searching, searching.run())
+    searching.bytes_factors |= known.bytes_factors if known is not None else {}
+    found = Found(searching)
+    searching.fits = found.would_fit
+    found.candidates = searching.run()
     best = found.choose(choose)
     if best is not None:
         better = searching.prove(best)

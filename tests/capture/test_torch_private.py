@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.utils.checkpoint
 import transformers
 from models import bert, gpt2, t5, tokens
 from torch import distributed as dist
@@ -289,6 +290,22 @@ def test_hooks_of_saved_tensors_are_listed_innermost_first() -> None:
         with torch.autograd.graph.saved_tensors_hooks(*inner):
             assert torch_private.saved_tensors_hooks() == inner
     assert torch_private.saved_tensors_hooks() is None
+
+
+def test_hooks_of_saved_tensors_that_a_checkpoint_sets_are_told_apart() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        hooks = torch_private.saved_tensors_hooks()
+        assert hooks is not None
+        seen.append(torch_private.of_checkpoint(hooks))
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(look, x, use_reentrant=False).sum().backward()  # with other hooks the second time
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        look(x)
+    assert seen == [True, True, False]
 
 
 def test_hooks_of_all_modules_are_put_aside_and_back_in_their_order() -> None:

@@ -9,11 +9,14 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from law_cases import Case, cases, step_time
+from torch import nn
 
+import autopar
 from autopar import Cluster
 from autopar.costs.device_group import DeviceGroup
 from autopar.planner.inter_op.device_assignment import FreeDevices
@@ -207,3 +210,47 @@ def test_a_large_search_finds_a_plan_where_only_the_smallest_micro_batches_fit()
     limited = case.plan(n_microbatches=512)
     assert limited is not None
     assert step_time(case.plan()) <= step_time(limited) * SAME
+
+
+class SmallLanguageModel(nn.Module):
+    """A step of it needs other bytes than the formula says: logits, and a head that takes half of the work."""
+
+    def __init__(self, tokens: int = 32_000, width: int = 512) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(tokens, width), nn.Linear(width, tokens, bias=False)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.slow
+def test_laws_hold_where_steps_need_more_memory_than_the_formula_says() -> None:
+    with torch.device("meta"):
+        model, tokens = SmallLanguageModel().to(torch.bfloat16), torch.zeros(12, 1024, dtype=torch.long)
+
+    def seconds(memory: float, **limit: Any) -> float:
+        return step_time(
+            autopar.plan(
+                model,
+                Cluster.preset("2xH100"),
+                example_args=(tokens,),
+                target=tokens,
+                loss_fn=lambda logits, y: nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()),
+                optimizer="sgd",
+                memory_limit=memory,
+                **limit,
+            )
+        )
+
+    free = [seconds(memory) for memory in (750e6, 800e6)]
+    assert free[1] <= free[0] * SAME
+    for memory, fastest in zip((750e6, 800e6), free, strict=True):
+        assert fastest <= seconds(memory, max_replicas=1) * SAME

@@ -54,6 +54,7 @@ class SearchingAhead(Searching):
         self._found: dict[Config, PartitionResult] = {}
         self._actions_left = _ACTIONS_SIMULATED // 2
         self._best = math.inf  # s, the shortest step so far
+        self._refused: set[Config] = set()  # whose best partitions do not fit
         self._many = sum(self.full) > MANY_DEVICES
         self._few_cuts = self.n_cuts <= _FEW_CUTS and not self._many and len(self.counts) > 1
         # Tries in a row, with more and with fewer micro-batches, in which meshes gained nothing.
@@ -105,7 +106,8 @@ class SearchingAhead(Searching):
         if self.all_shapes and (len(self.pools) > 1 or config.least_width == config.most_width):
             return self._best / _OBJECTIVE  # the objective may be far above their steps: it counts sends as exposed
         share = _OBJECTIVE if self.all_shapes else _LIKELY_OBJECTIVE
-        return min(super()._cutoff(config, found), self._best / share)
+        fitting = {c: result for c, result in found.items() if c not in self._refused}
+        return min(super()._cutoff(config, fitting), self._best / share)
 
     def some_plan_uses_more(self, n_devices: int) -> bool:
         """Assumed, as another search over large clusters takes long: then the plan says that no faster one does."""
@@ -142,11 +144,19 @@ class SearchingAhead(Searching):
         self._actions_left = max(self._actions_left, 0) + _ACTIONS_SIMULATED // 2 // len(self.counts)
         here = {config: found for config, found in self._found.items() if config.n_microbatches == m}
         candidates = self._simulate(here)
-        own = min((c.timeline.step_time for c in candidates), default=math.inf)
+        own = self._shortest_step(candidates)
         if widths:
             self._in_vain[side] = self._in_vain[side] + 1 if known and own >= self._best else 0
         self._best = min(self._best, own)
         return candidates
+
+    def _shortest_step(self, candidates: Sequence[Candidate]) -> float:
+        """Seconds of the fastest candidate that fits, if that is less than the shortest step so far."""
+        for candidate in sorted(candidates, key=lambda c: c.timeline.step_time):
+            if candidate.timeline.step_time >= self._best or self.fits(candidate):
+                return candidate.timeline.step_time
+            self._refused.add(self.searched_config(candidate))
+        return math.inf
 
     def _widths(self, m: int, side: int, known: Sequence[Candidate]) -> list[int]:
         """Widths of meshes that are worth a look: all, or where they are too many, those next to the best plan's."""

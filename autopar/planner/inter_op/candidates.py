@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -87,6 +87,8 @@ class Searching(SearchSpace):
         self.bounds: dict[Config, float] = {}  # s: no partition that was looked at has a smaller objective
         self._along: set[Config] = set()  # searched along whole orders
         self._anywhere: dict[Config, float] = {}  # s: no partition has, whatever its cuts
+        # Whether a candidate fits the memory by more than the formula, which all do.
+        self.fits: Callable[[Candidate], bool] = lambda _: True
 
     def run(self) -> list[Candidate]:
         """The promising partitions, simulated; none if nothing fits."""
@@ -130,6 +132,19 @@ class Searching(SearchSpace):
         self.bounds[config] = cutoff * (1 - tolerance) if solution is None else solution.bound
         return None if solution is None else solution.copied(config.copies)
 
+    def searched_config(self, candidate: Candidate) -> Config:
+        """The search that found a candidate."""
+        return replace(candidate.config, schedule=self.searched_as(candidate.config.schedule))
+
+    def searched_again(self, config: Config) -> list[Candidate]:
+        """The best partition under `config`, as far as its `bytes_factor` lets it fit."""
+        problem, exactly = self.problem_of(config), config.chunks > 1
+        solution = solve(problem, self.counts_of(config), tolerance=self.effort.tolerance, exactly=exactly)
+        if solution is None:
+            return []
+        found = PartitionResult(problem, solution.copied(config.copies), self.complete)
+        return self._with_moved(list(self._candidates(config, found)))
+
     def take_in(self, other: Searching) -> None:
         """Add the meshes of another search for the same devices, and its bounds."""
         self._add(other.costs.configurations)
@@ -142,7 +157,7 @@ class Searching(SearchSpace):
         Returns the better plans.
         """
         schedule = self.searched_as(chosen.config.schedule)
-        better = self._better_along_orders(chosen, replace(chosen.config, schedule=schedule))
+        better = self._better_along_orders(chosen, self.searched_config(chosen))
         best = min(c.solution.objective for c in [chosen, *better])
         for config in sorted(self.bounds, key=lambda c: self.bounds[c]) if self.effort.tolerance == 0 else ():
             if config.schedule != schedule or self.bounds[config] >= best:
@@ -234,7 +249,7 @@ class Searching(SearchSpace):
 
     def _moved(self, candidate: Candidate, most: int) -> Iterator[Candidate]:
         """The candidate with other boundaries, in at most `most` ways, where its step may be shorter."""
-        config = replace(candidate.config, schedule=self.searched_as(candidate.config.schedule))
+        config = self.searched_config(candidate)
 
         def problem_of(cuts: np.ndarray) -> Problem:
             return self.problem_of(config, self._space_of(cuts))

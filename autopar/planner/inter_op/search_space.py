@@ -93,6 +93,7 @@ class SearchSpace:
         self._known_seconds = KnownSeconds()
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
         self._known_kinds: dict[tuple[int, int], DeviceKind] = {}
+        self.bytes_factors: dict[Config, float] = {}  # what rehearsals have shown, in place of `options.bytes_factor`
 
     def problem(self, m: int, schedule: str, counts: Used, chunks: int = 1, space: Space | None = None) -> Problem:
         """The partition problem for `m` micro-batches, with the times of operators on that many busy devices."""
@@ -106,6 +107,9 @@ class SearchSpace:
         busy = sum(config.counts) if m > 1 else 1
         space = space or self._space
         kinds = self._kinds(config, space)
+        if config in self.bytes_factors:
+            less = self.options.bytes_factor / self.bytes_factors[config]
+            kinds = tuple(replace(kind, memory=kind.memory * less) for kind in kinds)
         times = [self._times(kind.name, max(1, busy // kind.width), rows).under(schedule) for kind in kinds]
         # If the caller computes the loss, all forwards come first: then every schedule holds what gpipe holds, and only
         # the bubble of the backwards has room for work that is delayed.
@@ -243,6 +247,10 @@ class SearchSpace:
         most = min(self.most_replicas, config.n_microbatches, sum(config.counts))
         for replicas in range(1, most) if most <= FEW_DEVICES else (1 << n for n in range(most.bit_length())):
             yield replace(config, most_replicas=replicas)
+
+    def bytes_factor(self, config: Config) -> float:
+        """How many times the bytes of the formula stages hold."""
+        return self.bytes_factors.get(config, self.options.bytes_factor)
 
     def _kinds(self, config: Config, space: Space) -> tuple[DeviceKind, ...]:
         """Single devices, and every stage configuration of meshes for the number of micro-batches."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,32 +57,41 @@ class Instance:
 
 
 def run_partition_instances(folder: Path | None) -> Report | None:
-    """Solve every instance of `folder`; None where there are none."""
+    """Solve every instance of `folder`; None where there are none. Files that are no instances are skipped.
+
+    Raises:
+        TableError: no file is an instance.
+    """
     paths = sorted(folder.glob("*/*.json")) if folder is not None else []
     if not paths:
         return None
     assert folder is not None
     published = _published(folder / "optima.csv")
     data: dict[str, Any] = {}
-    rows = []
+    rows, errors = [], list[TableError]()
     for path in paths:
         name = f"{path.parent.name}/{path.stem}"
+        try:
+            instance = _read(path)
+        except TableError as error:
+            errors.append(error)
+            print(f"{name}: skipped: {error}", file=sys.stderr)
+            continue
+        best = published.get(name, {})
+        known = tuple(best.get(column, "-") for column in ("nodes", "one_device", "linear", "opt_contig"))
         start = time.perf_counter()
-        found = solve_instance(_read(path))
+        found = solve_instance(instance)
         seconds = time.perf_counter() - start
+        if found is None:  # no stages fit the memory of the accelerators
+            data[name] = {"objective": None, "bound": None, "seconds": seconds}
+            rows.append((name, *known, "nothing fits", "-", f"{seconds:.2f}"))
+            continue
         objective = found.solution.objective
         data[name] = {"objective": objective, "bound": found.bound, "seconds": seconds}
         gap = "proven" if found.proven else f"{objective / found.bound - 1:.1%}" if found.bound else "-"
-        best = published.get(name, {})
-        rows.append(
-            (
-                name,
-                *(best.get(column, "-") for column in ("nodes", "one_device", "linear", "opt_contig")),
-                f"{objective:.4f}",
-                gap,
-                f"{seconds:.2f}",
-            )
-        )
+        rows.append((name, *known, f"{objective:.4f}", gap, f"{seconds:.2f}"))
+    if errors and not rows:
+        raise errors[0]
     columns = ("instance", "nodes", "one device", "linear", "opt_contig", "autopar", "gap", "seconds")
     note = (
         "Largest load of a device. opt_contig: the authors' exact program for convex stages; linear: along one order; "
@@ -111,19 +122,41 @@ def _read(path: Path) -> dict[str, Any]:
             lacking = [name for name in names if not isinstance(entry, dict) or name not in entry]
             if lacking:
                 raise TableError(f"{path}: {field}[{number}] lacks {', '.join(lacking)}")
+    _check_values(path, instance)
     found: dict[str, Any] = instance
     return found
 
 
-def solve_instance(instance: dict[str, Any]) -> PartitionResult:
-    """The best convex stages found."""
+def _check_values(path: Path, instance: dict[str, Any]) -> None:
+    """Raises TableError for numbers that make no sense, and edges of nodes that there are not."""
+    for name, least in (("maxSizePerFPGA", 0), ("maxFPGAs", 1), ("maxCPUs", 0)):
+        if not _is_number(instance[name]) or instance[name] < least:
+            raise TableError(f"{path}: {name} must be a number of at least {least}, got {instance[name]!r}")
+    numbers = (("nodes", ("fpgaLatency", "cpuLatency", "size")), ("edges", ("cost",)))
+    for field, names in numbers:
+        for place, entry in enumerate(instance[field]):
+            for name in names:
+                if not _is_number(entry[name]) or entry[name] < 0:
+                    raise TableError(f"{path}: {field}[{place}]: {name} must be a number >= 0, got {entry[name]!r}")
+    ids = Counter(node["id"] for node in instance["nodes"])
+    if not ids or max(ids.values()) > 1:
+        raise TableError(f"{path}: nodes must be there, each with an id of its own")
+    for place, edge in enumerate(instance["edges"]):
+        for name in ("sourceId", "destId"):
+            if edge[name] not in ids:
+                raise TableError(f"{path}: edges[{place}]: {name} {edge[name]!r} is the id of no node")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def solve_instance(instance: dict[str, Any]) -> PartitionResult | None:
+    """The best convex stages found; None if none fit the memory of the accelerators."""
     parsed = parse_instance(instance)
     counts = [kind.count for kind in parsed.kinds]
     limit = most_cuts(counts, _CUTS)
-    found = best_partition(parsed.graph, parsed.problem, counts=counts, limit=limit, rounds=_ROUNDS)
-    if found is None:
-        raise ValueError("no split fits the memory of the accelerators")
-    return found
+    return best_partition(parsed.graph, parsed.problem, counts=counts, limit=limit, rounds=_ROUNDS)
 
 
 def parse_instance(instance: dict[str, Any]) -> Instance:

@@ -26,6 +26,7 @@ from benchmarks.published_runs.errors import Errors, regrets
 from benchmarks.published_runs.forms import PublishedTable, Unread, read_cases
 from benchmarks.published_runs.models import Sizes
 from benchmarks.published_runs.pricing import Priced, Pricer
+from benchmarks.published_runs.tables import TableError
 
 log = logging.getLogger(__name__)
 
@@ -88,19 +89,30 @@ class Outcome:
 def run_published(folder: Path | None, quick: bool, kept: Kept | None = None) -> Report | None:
     """Every table of `folder`; None without a folder, or if it has none of a known form.
 
-    Rows that cannot be read have no prediction, like those for which no plan fits.
+    Rows that cannot be read have no prediction, like those for which no plan fits. Other files are skipped.
 
     Raises:
-        TableError: a file that is no table.
+        TableError: no file is a table.
     """
     files = sorted(folder.glob("*.csv")) if folder else []
-    tables = {path.stem: table for path in files if (table := _read(path)) is not None}
+    tables, errors = dict[str, PublishedTable](), list[TableError]()
+    for path in files:
+        try:
+            table = _read(path)
+        except TableError as error:
+            errors.append(error)
+            print(f"{path.name}: skipped: {error}", file=sys.stderr)
+            continue
+        if table is not None:
+            tables[path.stem] = table
+    if errors and not tables:
+        raise errors[0]
     if quick:
         tables = {name: replace(table, cases=table.cases[:QUICK_CASES]) for name, table in tables.items()}
     if not tables:
         return None
     kept = Kept() if kept is None else kept
-    digests = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    digests = {name: hashlib.sha256((files[0].parent / f"{name}.csv").read_bytes()).hexdigest()[:16] for name in tables}
     found = {
         name: Evaluated(tuple(evaluate(name, table.cases, kept=kept.part(name, digests[name]))), table.unread)
         for name, table in tables.items()
@@ -158,6 +170,9 @@ def _read(path: Path) -> PublishedTable | None:
     table = read_cases(path)
     if table is None:
         print(f"{path.name}: skipped, its columns are those of no known form", file=sys.stderr)
+        return None
+    if not (table.cases or table.unread):
+        print(f"{path.name}: skipped, it has no rows", file=sys.stderr)
         return None
     for row in table.unread:
         print(f"{path.name}, {row.why}", file=sys.stderr)

@@ -298,6 +298,7 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=2,tensor=1"), "it gives tensor twice", 2),
         ((*ON_CLUSTER, *TWICE), "another plan has the name 'mine'; give this one another", 2),
         ((*ON_CLUSTER, "--split", "half=0:0,0:1"), "gives '0' twice", 2),
+        ((*ON_CLUSTER, "--split", "half=0:0,1:2"), "half: no module is put on stage 1", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=two,zero=4"), "zero must be one of 0, 1, 2, 3, got 4", 2),
         ((*ON_CLUSTER, "--by-hand", "a=tensr=2,zero=,zero=1,data"), "zero has no value", 2),
         ((*ON_CLUSTER, "--by-hand", "a=data=2", "--by-hand", "a=data=2"), "another plan has the name 'a'", 2),

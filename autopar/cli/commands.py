@@ -23,6 +23,7 @@ from autopar.cli.entries import (
     named_degrees,
     named_plan,
     named_split,
+    plan_of_split,
     plans_by_hand,
 )
 from autopar.cli.errors import ErrorGroup
@@ -251,8 +252,7 @@ def compare(
     n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"
     how = {name: options[name] for name in AHEAD_ONLY if options[name] is not None}
     plans |= dict(plans_by_hand(degrees, place, call, how))
-    for name, stages in splits:
-        plans[name] = Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule)
+    plans |= {name: plan_of_split(name, stages, n_microbatches, schedule) for name, stages in splits}
     for tool, file in files:
         plans[tool] = Plan.from_configuration(devices=place, tool=tool, source=file, **call)
     result = autopar.compare(devices=place, plans=plans, repeats=repeats, systems=systems, **options, **call)

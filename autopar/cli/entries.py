@@ -59,6 +59,14 @@ def named_split(entry: str) -> tuple[str, dict[str, int]]:
     return name, {module: int(stage) for module, stage in parts}
 
 
+def plan_of_split(name: str, stages: Mapping[str, int], n_microbatches: int, schedule: str) -> Plan:
+    """The plan of what `named_split` read. Raises what `Plan.from_split` raises, with the name."""
+    try:
+        return Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule)
+    except (InputError, PlanError) as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
 def named_degrees(entries: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """The names and the degrees of `NAME=tensor=8,pipeline=4,overlap=gradients`, with how a step is run.
 

@@ -75,7 +75,7 @@ class Form:
 
     columns: frozenset[str]  # that it needs
     figures: tuple[str, ...]  # its columns of figures
-    read: Callable[[Row], Iterator[Case]]
+    read: Callable[[Row], Iterator[Case | RowError]]  # an error for one figure leaves the others
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class PublishedTable:
 
 
 def read_cases(path: Path) -> PublishedTable | None:
-    """The figures of a table; None if its columns are those of no form, or it has no rows.
+    """The figures of a table; None if its columns are those of no form.
 
     Raises:
         TableError: the file is no table.
     """
-    rows = read_rows(path)
-    columns = set(rows[0].cells) if rows else set()
+    header, rows = read_rows(path)
+    columns = set(header)
     form = next((form for form in FORMS if form.columns <= columns), None)
     if form is None:
         return None
@@ -110,10 +110,13 @@ def read_cases(path: Path) -> PublishedTable | None:
     for row in rows:
         try:
             row.check_width()
-            cases += form.read(row)
+            found = list(form.read(row))
         except RowError as error:
-            column = error.column if error.column in form.figures else form.figures[0]
-            unread.append(Unread(f"line {row.line}", column, error.in_words))
+            found = [error]
+        cases += [one for one in found if isinstance(one, Case)]
+        for wrong in (one for one in found if isinstance(one, RowError)):
+            column = wrong.column if wrong.column in form.figures else form.figures[0]
+            unread.append(Unread(f"line {row.line}", column, wrong.in_words))
     return PublishedTable(tuple(cases), tuple(unread))
 
 
@@ -242,7 +245,8 @@ def _torchtitan(row: Row) -> Iterator[Case]:
     """benchmarks/llama3_h100_202412_torchtitan.md of github.com/pytorch/torchtitan: FSDP2 with float32 parameters, of
     which bfloat16 copies are gathered. Its memory is `max_reserved_gib`, what the allocator had reserved (train.py); a
     compiler leaves the products of SwiGLU apart."""
-    size, variant, recompute = row.text("model").lower(), row.text("variant").lower(), row.text("recompute", "full")
+    size, variant = row.text("model").lower(), row.text("variant").lower()
+    recompute = row.text("recompute", "full").lower()
     if size not in _LLAMA3:
         row.wrong("model", f"needs one of {', '.join(_LLAMA3)}, got {row.text('model')!r}")
     gpus, data, tensor, pipeline, context = row.counts("gpus", "fsdp", "tp", "pp", "cp")
@@ -286,22 +290,25 @@ def _beyond_torchtitans_plan(size: str, variant: str, context: int) -> str:
     return " and ".join(name for name, used in beyond.items() if used)
 
 
-def _alpa(row: Row) -> Iterator[Case]:
+def _alpa(row: Row) -> Iterator[Case | RowError]:
     """Zheng et al., Alpa, 2022, on p3.16xlarge: V100 with 25 Gbit/s between nodes; recomputes always."""
     size, gpus = row.number("params_b"), _checked_gpus(row)
     if size not in ALPA_GPT:
         row.wrong("params_b", f"needs one of {', '.join(map(str, ALPA_GPT))}, got {size:g}")
-    if not any(row.text(column) for column in ALPA_PLANS):
+    if not any(map(row.has, ALPA_PLANS)):
         row.wrong(next(iter(ALPA_PLANS)), "the row has no figure")
     model = GPTSizes(*ALPA_GPT[size], row.count("seq", 1024), _padded(row.count("vocab", 51200)))
     device = device_named(row.comments, "V100")
     batch, cluster = row.count("batch", 1024), cluster_of(device, gpus, "Ethernet25" if device == "V100" else None)
     work = gpt_flops(model, batch, recomputed=True) / gpus / 1e12
-    for column, plans in ALPA_PLANS.items():
-        if row.text(column):
-            every: tuple[Degrees, ...] = tuple(plans(gpus, model, batch))
-            name, figure = f"{size:g}B on {gpus}", row.number(column)
-            yield Case(name, column, figure, "TFLOP/s", model, batch, cluster, MEGATRON, every, work)
+    for column in filter(row.has, ALPA_PLANS):
+        try:
+            figure = row.number(column)
+        except RowError as error:
+            yield error
+            continue
+        every: tuple[Degrees, ...] = tuple(ALPA_PLANS[column](gpus, model, batch))
+        yield Case(f"{size:g}B on {gpus}", column, figure, "TFLOP/s", model, batch, cluster, MEGATRON, every, work)
 
 
 def gpt_flops(model: GPTSizes, batch: int, recomputed: bool) -> float:
@@ -312,7 +319,7 @@ def gpt_flops(model: GPTSizes, batch: int, recomputed: bool) -> float:
     return layers + 6 * b * s * h * model.vocab
 
 
-def _form(columns: str, read: Callable[[Row], Iterator[Case]], more: tuple[str, ...] = ()) -> Form:
+def _form(columns: str, read: Callable[[Row], Iterator[Case | RowError]], more: tuple[str, ...] = ()) -> Form:
     """`columns`: needed, a figure last. `more`: further figures."""
     names = columns.split()
     return Form(frozenset(names), (names[-1], *more), read)

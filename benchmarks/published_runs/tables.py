@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
+_NOTHING = ("", "-", "n/a", "na", "nan", "none")  # in cells of figures that were not published
+
 
 class TableError(ValueError):
     """A table or a row that cannot be read: file, line and column, and what would be right."""
@@ -45,6 +47,10 @@ class Row:
     def text(self, column: str, default: str = "") -> str:
         return self.cells.get(column, "").strip() or default
 
+    def has(self, column: str) -> bool:
+        """Whether the cell says anything."""
+        return self.text(column).lower() not in _NOTHING
+
     def number(self, column: str) -> float:
         try:
             value = float(self.text(column))
@@ -62,13 +68,18 @@ class Row:
         return tuple(self.count(column) for column in columns)
 
     def gib(self, column: str) -> float | None:
-        """Bytes; None where the cell is empty."""
-        return self.number(column) * 2**30 if self.text(column) else None
+        """Bytes; None where the cell says nothing."""
+        return self.number(column) * 2**30 if self.has(column) else None
 
     def check_width(self) -> None:
         """Raise RowError for cells beyond the last column."""
         if self.surplus:
             self.wrong(str(len(self.cells) + 1), f"there are {len(self.cells)} columns")
+
+
+def _is_comment(line: str) -> bool:
+    """Spreadsheets put comments in quotes."""
+    return line.lstrip('"').startswith("#")
 
 
 @dataclass(frozen=True)
@@ -87,28 +98,31 @@ class _Lines:
 
     @property
     def comments(self) -> str:
-        return "\n".join(line.lstrip("# ") for _, line in self._every if line.startswith("#"))
+        return "\n".join(line.strip('"').lstrip("# ") for _, line in self._every if _is_comment(line))
 
     @property
     def rows(self) -> Iterator[tuple[int, list[str]]]:
         """Cells by line; lines of empty cells are left out."""
         for number, line in self._every:
-            cells = [] if line.startswith("#") else [cell.strip() for cell in next(csv.reader([line]), [])]
+            try:
+                cells = [] if _is_comment(line) else [cell.strip() for cell in next(csv.reader([line]), [])]
+            except csv.Error as error:
+                raise TableError(f"{self.path}, line {number} is no line of a table: {error}") from None
             if any(cells):
                 yield number, cells
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a table.
+def read_rows(path: Path) -> tuple[list[str], list[Row]]:
+    """The header and the rows of a table; an empty file has neither.
 
     Raises:
         TableError: the file is no text, or two columns have one name.
     """
     lines = _Lines(path)
     comments, found = lines.comments, list[Row]()
-    header: list[str] | None = None
+    header: list[str] = []
     for number, cells in lines.rows:
-        if header is None:
+        if not header:
             header = cells
             twice = [name for name, times in Counter(header).items() if name and times > 1]
             if twice:
@@ -118,4 +132,4 @@ def read_rows(path: Path) -> list[Row]:
         padded = cells + [""] * (width - len(cells))
         surplus = tuple(padded[width:]) if any(padded[width:]) else ()
         found.append(Row(path, number, dict(zip(header, padded, strict=False)), comments, surplus))
-    return found
+    return header, found

@@ -56,7 +56,7 @@ def read_cluster_file(path: str | Path) -> ClusterFile:
     if not isinstance(path, (str, os.PathLike)):
         raise DeviceError(f"path must be the name of a toml file, got {path!r}")
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise DeviceError(f"{path}: it cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -26,7 +26,7 @@ def parse_bytes(amount: object) -> float:
             raise ValueError(f"give an amount of memory above 0, got {amount!r}")
         if nbytes == math.inf:
             raise ValueError(
-                f'give an amount that a device may have, such as "8GB", or none for no limit, got {amount!r}'
+                f'give an amount that a device may have, such as "8GB", or leave it out for no limit, got {amount!r}'
             )
         return nbytes
     if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount > 0:

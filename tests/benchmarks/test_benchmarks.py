@@ -6,6 +6,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -445,6 +446,36 @@ def test_a_file_that_is_no_instance_is_refused_by_its_name(
     error = capsys.readouterr().err
     assert "broken.json" in error
     assert message in error
+
+
+def test_an_instance_that_makes_no_sense_or_does_not_fit_leaves_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {"supportedOnFpga": 1, "cpuLatency": 2.0, "fpgaLatency": 1.0, "isBackwardNode": 0, "size": 5.0}
+    good: dict[str, Any] = {
+        "nodes": [{**node, "id": 0}, {**node, "id": 1}],
+        "edges": [{"sourceId": 0, "destId": 1, "cost": 0.5}],
+        "maxSizePerFPGA": 5.0,
+        "maxFPGAs": 2,
+        "maxCPUs": 0,
+    }
+    bad = {
+        "edge": good | {"edges": [{"sourceId": 7, "destId": 1, "cost": 0.5}]},
+        "none": good | {"maxFPGAs": 0},
+        "nan": good | {"nodes": [{**node, "id": 0, "size": float("nan")}]},
+        "text": good | {"nodes": [{**node, "id": 0, "fpgaLatency": "1"}]},
+        "twice": good | {"nodes": [{**node, "id": 0}, {**node, "id": 0}]},
+        "empty": good | {"nodes": [], "edges": []},
+    }
+    (tmp_path / "some").mkdir()
+    for name, instance in {"good": good, "small": good | {"maxSizePerFPGA": 4.0}, **bad}.items():
+        (tmp_path / "some" / f"{name}.json").write_text(json.dumps(instance))
+    out = tmp_path / "out.json"
+    arguments = ["--instances", str(tmp_path), "--results", str(tmp_path / "r"), "--json", str(out)]
+    assert main(["run", "partition_instances", *arguments]) == 0
+    printed, found = capsys.readouterr().err, json.loads(out.read_text())
+    assert {name: one["objective"] for name, one in found.items()} == {"some/good": 1.5, "some/small": None}
+    assert all(f"some/{name}: skipped: " in printed for name in bad)
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], []])

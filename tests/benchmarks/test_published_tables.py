@@ -59,16 +59,24 @@ def test_rows_that_no_case_can_say_are_told_apart(header: str, row: str, why: st
 
 
 def test_a_bad_figure_among_several_leaves_the_others(tmp_path: Path) -> None:
-    table = read_cases(written(tmp_path / "t.csv", ALPA, "1.3,4,55,x,53,58"))
+    table = read_cases(written(tmp_path / "t.csv", ALPA, "1.3,4,55,x,53,58", "1.3,4,-,OOM,53,n/a"))
     assert table is not None
-    assert [one.column for one in table.cases] == ["megatron"]
-    assert table.unread[0].column == "intra_only"
+    assert [one.column for one in table.cases] == ["megatron", "inter_only", "alpa", "inter_only"]
+    assert [(one.name, one.column) for one in table.unread] == [("line 3", "intra_only"), ("line 4", "intra_only")]
+
+
+@pytest.mark.parametrize("memory", ["", "n/a", "-"])
+def test_a_row_without_a_figure_of_memory_has_its_step(memory: str, tmp_path: Path) -> None:
+    table = read_cases(written(tmp_path / "t.csv", B200, f"llama3-70b,12,2,1,4,1,1,4096,4,725.5,{memory},62.53"))
+    assert table is not None
+    assert [(one.published, one.memory) for one in table.cases] == [(725.5, None)]
 
 
 @pytest.mark.parametrize("text", [
     "\ufeff# byte order mark\n{header}\n{row}\n",
     "\n\n  # indented\n{header},,\n\n,,,\n{row}\n# in between\n\n{row},,\n   \n",
     "{header}\r\n{row}\r\n",
+    '"# a comment, in quotes"\n{header}\n{row}\n',
 ])  # fmt: skip
 def test_blank_lines_empty_cells_and_byte_order_marks_are_no_rows(text: str, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
@@ -96,6 +104,25 @@ def test_files_that_are_no_tables_are_refused_by_name(tmp_path: Path, capsys: py
         assert why in err
 
 
+def test_files_that_are_no_tables_leave_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "good.csv", MEGATRON, MEGATRON_ROW)
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "twice.csv").write_text("a,a\n1,2\n")
+    (tmp_path / "long.csv").write_text("a,b\n1," + "x" * 140_000 + "\n")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "empty.csv").write_text(f"{MEGATRON}\n")
+    out = tmp_path / "out.json"
+    assert main(["published", "--tables", str(tmp_path), "--results", str(tmp_path / "r"), "--json", str(out)]) == 0
+    assert list(json.loads(out.read_text())) == ["good"]
+    printed = capsys.readouterr().err
+    for line in (
+        *("bytes.csv: skipped: ", "folder.csv: skipped: ", "twice.csv: skipped: ", "long.csv: skipped: "),
+        *("other.csv: skipped, its columns are those of no known form", "empty.csv: skipped, it has no rows"),
+    ):
+        assert line in printed
+
+
 CELLS = ["", "0", "1", "2", "3", "8", "16", "-1", "2.5", "1e3", "1e400", "nan", "x", "8B", "llama3-70b", "70B", "eager"]
 
 
@@ -111,7 +138,7 @@ def test_no_row_ends_reading(header: str, data: st.DataObject) -> None:
     except RowError:
         return
     assert found
-    assert all(one.published > 0 and one.batch >= 1 for one in found)
+    assert all(one.published > 0 and one.batch >= 1 for one in found if isinstance(one, Case))
 
 
 @pytest.mark.parametrize(

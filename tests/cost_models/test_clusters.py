@@ -472,3 +472,8 @@ def test_problems_of_the_node_and_of_networks_are_listed_together(tmp_path: Path
     path.write_text('node = "8xH100"\nnodes = "2"\ninter_node = "foo"\n')
     with pytest.raises(DeviceError, match=r"nodes must be an integer >= 1, got '2'; .*foo"):
         Cluster.from_toml(path)
+
+
+def test_a_cluster_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('node = "2xH100"\n', encoding="utf-8-sig")
+    assert [device.kind for device in Cluster.from_toml(tmp_path / "c.toml").devices] == ["H100", "H100"]

@@ -100,6 +100,7 @@ def test_a_training_graph_is_never_split_worse_than_along_one_order(
         if math.isinf(along):
             return
         found = solve_instance(instance)
+    assert found is not None
     assert found.solution.objective <= along * (1 + 1e-9)
     best = least_load(instance)
     assert found.bound * (1 - 1e-9) <= best <= found.solution.objective * (1 + 1e-9)
@@ -126,11 +127,11 @@ def test_the_largest_load_is_the_least_of_all_convex_splits(instance: dict[str, 
     if not any(node["fpgaLatency"] or node["cpuLatency"] for node in instance["nodes"]):
         return
     expected = least_load(instance)
+    found = solve_instance(instance)
     if math.isinf(expected):
-        with pytest.raises(ValueError, match="no split fits the memory"):
-            solve_instance(instance)
+        assert found is None
     else:
-        found = solve_instance(instance)
+        assert found is not None
         assert found.complete
         assert found.solution.objective == pytest.approx(expected)
 

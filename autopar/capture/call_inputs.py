@@ -27,20 +27,22 @@ def find_batch(
     the first input that the dict names, or of the first tensor that has such a dimension, in the order of `forward`'s
     parameters; other tensors are batched if they have the same size there. Raises InputError for a batch without
     samples unless it `may_be_empty`, for a dimension that the input does not have, and for inputs that the dict names
-    and that differ in size, or that `forward` does not get.
+    and that differ in size, or that `forward` does not have. A call may leave out inputs that the dict names.
     """
     names = leaf_names(model, args, kwargs)
+    parameters = inspect.signature(model.forward).parameters
+    order = [name for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     given = batch_dim if isinstance(batch_dim, dict) else {}
-    unknown = [name for name in given if name not in names]
+    unknown = [name for name in given if name not in names and name not in order]
     if unknown:
-        raise InputError(f"batch_dim names {unknown}, but the inputs are {sorted(set(names))}")
+        raise InputError(f"batch_dim names {unknown}, but the inputs are {sorted({*names, *order})}")
     default = batch_dim if isinstance(batch_dim, int) else 0
     chosen = [given.get(name, default) for name in names]
     if default and not any(map(_has_dimension, leaves, chosen)):
         there = [f"'{name}' has {_dimensions(leaf)}" for name, leaf in zip(names, leaves, strict=True)]
         raise InputError(f"batch_dim={batch_dim}, but no input has such a dimension: {', '.join(there) or 'no inputs'}")
     for leaf, name, dim in zip(leaves, names, chosen, strict=True):
-        if name in given and dim is not None and not _has_dimension(leaf, dim):
+        if name in given and leaf is not None and dim is not None and not _has_dimension(leaf, dim):
             raise InputError(
                 f"batch_dim gives input '{name}' dimension {dim}, but the input has no such dimension: it has "
                 f"{_dimensions(leaf)}"
@@ -49,7 +51,6 @@ def find_batch(
     batched = [index for index, size in enumerate(sizes) if size is not None]
     if not batched:
         return [None] * len(leaves), 0
-    order = list(inspect.signature(model.forward).parameters)
     places = [order.index(name) if name in order else len(order) for name in names]
     first = min(batched, key=lambda index: (names[index] not in given, places[index]))
     batch = sizes[first]

@@ -281,3 +281,28 @@ def test_targets_with_their_samples_where_the_inputs_have_theirs_are_split_there
     found = pm.train_step(x, target=target, loss_fn=loss)
     torch.testing.assert_close(found, wanted.detach())
     assert_same_gradients(gradients(model), expected)
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.a(x)
+        return self.b((y if state is None else y + state).tanh())
+
+
+def test_a_call_may_leave_out_inputs_whose_batch_dimension_is_given() -> None:
+    """As in a loop that has a state from its second step on."""
+    model = Stateful()
+    plan = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, batch_dim={"x": 1, "state": 1}, cache=False)
+    x, state = torch.randn(5, 4, 8), None
+    for _ in range(3):
+        wanted = model(x, state)
+        torch.testing.assert_close(pm(x, state), wanted)
+        torch.testing.assert_close(pm(x), model(x))
+        state = wanted.detach()
+    with pytest.raises(InputError, match=r"batch_dim names \['stat'\], but the inputs are \['state', 'x'\]"):
+        autopar.parallelize(model, ["cpu", "cpu"], plan=plan, batch_dim={"x": 1, "stat": 1}, cache=False)(x)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -105,8 +105,10 @@ class _Reader:
             return (self.of(function, names, depth), self.of(value.__self__, own, depth))
         if isinstance(value, functools.partial):
             return ("partial", *(self.of(part, names, depth) for part in (value.func, value.args, value.keywords)))
-        if type(value) in (tuple, list) or hasattr(value, "_fields"):
-            return (type(value), *(self.of(item, names, depth) for item in self._counted(value)))
+        if isinstance(value, (tuple, list, dict)) and len(value) > self._left:
+            return _Same(value)
+        if isinstance(value, (tuple, list)):
+            return (type(value), *(self.of(item, names, depth) for item in value))
         if isinstance(value, nn.Module):
             return self._module(value, names, depth)
         if isinstance(value, dict):
@@ -160,18 +162,14 @@ class _Reader:
         return (_Same(value), *self._entries(named, through, depth))
 
     def _entries(self, entries: Mapping[Any, Any], names: frozenset[str] | None, depth: int) -> Iterator[Any]:
-        for name in self._counted(entries):
-            value = entries[name]
+        self._left -= len(entries)
+        for name, value in entries.items():
             key = name if isinstance(name, _NUMBERS) else repr(name)
             if isinstance(value, _NUMBERS):
                 if self._form.numbers:
                     yield (key, type(value), value)
             else:
                 yield (key, self.of(value, names, depth))
-
-    def _counted(self, items: Collection[Any]) -> Collection[Any]:
-        self._left -= len(items)
-        return items if self._left >= 0 else ()
 
 
 class _Read(NamedTuple):

@@ -234,11 +234,14 @@ class PipelinedModule(Pipelined, nn.Module):
             return self._generating(value) if name == "generate" and callable(value) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes of the model are set on the model, which computes with them."""
-        if "_model" not in self.__dict__ or name in self.__dict__ or name in self.__dict__["_own"]:
-            super().__setattr__(name, value)
+        """Attributes of the model are set on the model, which computes with them. Those that it does not have are what
+        others remember about this module, as Accelerate does."""
+        model = self.__dict__.get("_model")
+        own = model is None or name in self.__dict__ or name in self.__dict__["_own"]
+        if not own and (name in vars(model) or hasattr(type(model), name)):
+            setattr(model, name, value)
         else:
-            setattr(self.unwrap(), name, value)
+            super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__ or "_model" not in self.__dict__:

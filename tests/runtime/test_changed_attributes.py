@@ -188,7 +188,7 @@ def test_attributes_set_on_a_pipelined_module_are_set_on_its_model() -> None:
         change(pm)
         torch.testing.assert_close(pm(x), original(x))
     assert pm.scale == model.scale == 0.5
-    pm.last_profile = None  # its own
-    assert "last_profile" not in vars(model)
+    pm.last_profile = pm.remembered = None  # its own, and what others remember about it
+    assert not {"last_profile", "remembered"} & set(vars(model))
     with pytest.raises(AttributeError, match="no_such"):
         del pm.no_such

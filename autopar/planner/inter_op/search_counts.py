@@ -1,4 +1,4 @@
-"""Numbers of devices, of micro-batches and of copies of a pipeline that a search looks at."""
+"""Numbers of devices, of micro-batches and of copies of a pipeline that a search looks at, and its schedules."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable
 
 from autopar.planner.inter_op.config import Used
+from autopar.planner.search_options import SearchOptions
+from autopar.schedule.builders import INTERLEAVED, V_SHAPED
 
 FEW_DEVICES = 8  # up to this many devices, every vector of device counts is searched
 # With more devices, all meshes of a plan have one width; with more meshes, the whole pipeline is copied.
@@ -64,3 +66,16 @@ def copies_of_pipeline(m: int, counts: Used, width: int) -> list[int]:
     together = math.gcd(m, *counts)
     possible = [1 << n for n in range(together.bit_length()) if together % (1 << n) == 0]
     return [copies for copies in possible if FEW_DEVICES <= meshes // copies <= MANY_MESHES] or possible[-1:]
+
+
+def searched_schedules(options: SearchOptions, training: bool, *, apart: bool) -> list[str]:
+    """Schedules to search; gpipe's partitions are those of 1f1b where they fit. `apart`: it has an objective of its
+    own, as its sends run behind passes, which a large search leaves out."""
+    if options.schedule is not None:
+        return [options.schedule]
+    if not training:
+        return ["gpipe", "interleaved-1f1b", *V_SHAPED]
+    if not options.loss_inside:
+        # All forwards come before the caller's loss: no schedule holds fewer micro-batches than gpipe.
+        return ["gpipe", "zb-h1", *INTERLEAVED]
+    return ["1f1b", "zb-h1", *(["gpipe"] if apart else []), *INTERLEAVED]

@@ -33,6 +33,7 @@ from autopar.planner.inter_op.search_counts import (
     counts_in_cluster,
     halved_counts,
     microbatch_counts_ahead,
+    searched_schedules,
 )
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared
@@ -88,7 +89,7 @@ class SearchSpace:
         self.counts = self._microbatch_counts()
         # Whether stages may have every mesh shape at every number of micro-batches; else only what is near the best.
         self.all_shapes = sum(map(self.n_shapes, self.counts)) <= self._most_shapes()
-        self.schedules = self._schedules()
+        self.schedules = searched_schedules(options, costs.training, apart=self.sends_looked_at)
         self.most_replicas = options.max_replicas or len(costs.groups)
         self._known_seconds = KnownSeconds()
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
@@ -256,26 +257,33 @@ class SearchSpace:
         """Single devices, and every stage configuration of meshes for the number of micro-batches."""
         if not self.costs.configurations:
             return self._single
-        most = config.most_width or math.inf
         found = []
-        if self.costs.alone and config.least_width == 1:
+        if self._has_single(config):
             found += [replace(kind, pool=pool, space=space) for pool, kind in enumerate(self._single)]
+        for pool, one in self._configurations_under(config):
+            own = self._configured_space(space, one.name)
+            found.append(replace(self._known_kind(pool, one.width), name=one.name, pool=pool, space=own))
+        return tuple(found)
+
+    def has_kinds(self, config: Config) -> bool:
+        """Whether every pool has devices or meshes that `config` allows."""
+        if not self.costs.configurations or self._has_single(config):
+            return True
+        return {pool for pool, _ in self._configurations_under(config)} == set(range(len(self.pools)))
+
+    def _has_single(self, config: Config) -> bool:
+        return self.costs.alone and config.least_width == 1
+
+    def _configurations_under(self, config: Config) -> Iterator[tuple[int, StageConfiguration]]:
+        """(pool, stage configuration of its meshes) that `config` allows."""
+        most = config.most_width or math.inf
         for pool, single in enumerate(self._single):
             for one in self.costs.configurations:
                 widest = min(most, single.count // config.copies)
                 here = one.kind == single.name and one.n_microbatches == config.n_microbatches
                 here = here and config.least_width <= one.width <= widest
                 if here and self.counts_exactly(pool, one.width, config.counts[pool]):
-                    own = self._configured_space(space, one.name)
-                    kind = self._known_kind(pool, one.width)
-                    found.append(replace(kind, name=one.name, pool=pool, space=own))
-        return tuple(found)
-
-    def has_kinds(self, config: Config) -> bool:
-        """Whether every pool has devices or meshes that `config` allows."""
-        if not self.costs.configurations:
-            return True
-        return {kind.pool for kind in self._kinds(config, self._space)} >= set(range(len(self.pools)))
+                    yield pool, one
 
     def counts_exactly(self, pool: int, width: int, n_devices: int) -> bool:
         """Whether that many devices of a pool may be counted without knowing their nodes (`mesh_places`)."""
@@ -369,18 +377,6 @@ class SearchSpace:
             recomputed=atoms.recomputed if costs.training else (),
             unrepeatable=atoms.unrepeatable,
         )
-
-    def _schedules(self) -> list[str]:
-        """Schedules to search; gpipe's partitions are those of 1f1b where they fit. It has an objective of its own if
-        its sends run behind passes, which a large search leaves out."""
-        if self.options.schedule is not None:
-            return [self.options.schedule]
-        if not self.costs.training:
-            return ["gpipe", "interleaved-1f1b", *V_SHAPED]
-        if not self.options.loss_inside:
-            # All forwards come before the caller's loss: no schedule holds fewer micro-batches than gpipe.
-            return ["gpipe", "zb-h1", *INTERLEAVED]
-        return ["1f1b", "zb-h1", *(["gpipe"] if self.sends_looked_at else []), *INTERLEAVED]
 
     @property
     def sends_looked_at(self) -> bool:

@@ -63,6 +63,7 @@ from autopar.capture.program import Program, is_getitem
 
 States = State | tuple["States", ...]  # of a tensor or number, or of each item of a tuple
 
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide")
 _WRITES_PART = "writes into a part of a tensor"
 
@@ -308,14 +309,35 @@ class Walk:
         return Mixed(node, SELECTS)
 
     def _scaled_by_batch(self, node: fx.Node) -> Mixed | None:
-        """The state of arithmetic with entries that the proof cannot follow and a mean or sum over the batch, which is
-        another one for each micro-batch; None for other operators. Whole numbers may be places among the entries."""
-        if rule_name(node) not in _ARITHMETIC:
+        """The state of arithmetic with entries of samples and one number of the whole batch, which is another one for
+        each micro-batch, and of their comparison; None for other operators. In arithmetic, whole numbers may be places
+        among the entries."""
+        compares = rule_name(node) in _COMPARISONS
+        if not compares and rule_name(node) not in _ARITHMETIC:
             return None
-        values = [(self.states[n], self._value(n)) for n in node.all_input_nodes]
-        of_batch = any(isinstance(s, (Mean, Sum)) and v.dtype.is_floating_point for s, v in values)
-        entries = any(isinstance(s, Unproven) and shape_of(v) for s, v in values)
+        values = [(n, self.states[n], self._value(n)) for n in node.all_input_nodes]
+        entries = any(
+            isinstance(s, (Split, Unproven)) and shape_of(v) and (compares or v.dtype.is_floating_point)
+            for _, s, v in values
+        )
+        of_batch = any(
+            not shape_of(v) and self._follows_samples(n)
+            if isinstance(s, Unproven)
+            else isinstance(s, (Mean, Sum)) and v.dtype.is_floating_point
+            for n, s, v in values
+        )
         return Mixed(node, lasting=True) if of_batch and entries else None
+
+    def _follows_samples(self, node: fx.Node) -> bool:
+        """Whether what `node` returns depends on samples."""
+        pending, seen = [node], set[fx.Node]()
+        while pending:
+            one = pending.pop()
+            if any(isinstance(state, Split) for state in _leaves([self.states[one]])):
+                return True
+            seen.add(one)
+            pending += [source for source in one.all_input_nodes if source not in seen]
+        return False
 
     def _followed(self, node: fx.Node, shapes: list[tuple[Size, ...]]) -> Sequence[State]:
         """The states of the results of an operator: by a special case along the batch dimension, or by its rule."""

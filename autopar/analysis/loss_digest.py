@@ -97,4 +97,5 @@ def _code(value: Any) -> Any:
         return value.__qualname__, _code(value.__code__)
     called = getattr(type(value), "forward" if isinstance(value, nn.Module) else "__call__", None)
     own = _code(called) if isinstance(called, types.FunctionType) else None
-    return getattr(value, "__qualname__", type(value).__qualname__), own
+    named = isinstance(value, (type, types.BuiltinFunctionType, functools._lru_cache_wrapper))
+    return (value if named else type(value)).__qualname__, own

@@ -63,7 +63,8 @@ def restored(loss_fn: Any, *, but: type | tuple[type, ...] = ()) -> Iterator[Cal
     """Afterwards, the objects that `loss_fn` refers to have the attributes and the entries that they had before, and
     its random generators their states.
 
-    Yields what tells the name of a number that has changed since, such as a count of calls; "" if none has.
+    Yields what tells the name of a number that has changed since, such as a count of calls, or of a list that has
+    another length; "" if there is none.
 
     `but`: classes whose objects may keep what they are given inside. Values of tensors that change in place stay
     changed.
@@ -115,21 +116,24 @@ class _Snapshot:
         self._undo: list[Callable[[], object]] = []
         self._numbers: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # entries, and which of them were numbers
         self._cells: list[tuple[str, types.CellType, Any]] = []  # likewise
+        self._lists: list[tuple[Any, Any, int]] = []  # names, lists and their lengths
 
     def changed_number(self) -> str:
-        """The name of a number that is another one now; "" if none is."""
+        """The name of a number that is another one now, or of a list of another length; "" if there is none."""
         for entries, before in self._numbers:
             for name, value in before.items():
                 if isinstance(now := entries.get(name), _NUMBERS) and now != value:
                     return str(name)
         changed = (name for name, cell, value in self._cells if _held_in(cell) != value)
-        return next(changed, "")
+        grown = (str(name) for name, items, length in self._lists if len(items) != length)
+        return next(changed, "") or next(grown, "")
 
     def _note(self, entries: dict[Any, Any], names: list[str] | None = None) -> None:
         """Entries that `restore` sets back."""
         self._undo.append(_entries(entries, names))
         some = entries if names is None else {name: entries.get(name) for name in names}
         self._numbers.append((entries, {k: v for k, v in some.items() if isinstance(v, _NUMBERS)}))
+        self._lists += [(k, v, len(v)) for k, v in some.items() if isinstance(v, (list, collections.deque))]
 
     def add(self, value: Any, depth: int = 0) -> None:
         if isinstance(value, torch.Generator) and id(value) not in self._held:

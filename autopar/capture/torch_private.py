@@ -200,7 +200,7 @@ def saved_tensors_hooks() -> SavedTensorsHooks | None:
 
 def of_checkpoint(hooks: SavedTensorsHooks) -> bool:
     """Whether torch.utils.checkpoint put these hooks there, to run its function again (their classes are private)."""
-    return hooks[0].__module__ == torch.utils.checkpoint.__name__
+    return getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
 
 
 def have_gradient_hooks(tensors: Sequence[torch.Tensor], *, besides: tuple[type, ...] = ()) -> bool:

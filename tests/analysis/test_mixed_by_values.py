@@ -39,8 +39,34 @@ class Routed(Counted):
         return out
 
 
+class RarelyCounted(Counted):
+    """As before, but most batches have no sample that counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.b(self.a(x))
+        return h * (1 + (h.sum(1) > 3).nonzero().shape[0])
+
+
+class SharedOut(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.b(self.a(x))
+        mask = h.sum(1) > 2
+        chosen = h[mask]
+        return h.index_put((mask,), chosen / (1 + chosen.shape[0]))
+
+
+class LeastLoaded(Counted):
+    """Samples of the expert that has the fewest are raised."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.b(self.a(x))
+        chosen = h[:, :4].argmax(1)
+        fewest = torch.bincount(chosen, minlength=4).argmin()
+        return h + (chosen == fewest).to(h.dtype)[:, None]
+
+
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
-@pytest.mark.parametrize("kind", [Counted, Routed])
+@pytest.mark.parametrize("kind", [Counted, Routed, RarelyCounted, SharedOut, LeastLoaded])
 def test_a_count_or_share_that_values_decide_is_of_the_whole_batch(kind: type[Counted]) -> None:
     for seed in range(6):
         torch.manual_seed(seed)

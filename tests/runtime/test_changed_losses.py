@@ -6,10 +6,12 @@ Each case changes what a loss reads between steps, in one of the ways in which p
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -173,7 +175,116 @@ def dict_of_losses() -> Steps:
     yield lambda output, target: sum((loss(output, target) for loss in losses.values()), torch.zeros(()))
 
 
+HOW = {"reduction": "mean"}
+
+
+class ReadsAGlobal(nn.Module):
+    how = "mean"
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target, reduction=HOW["reduction"])
+
+
+class ReadsItsClass(nn.Module):
+    how = "mean"
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target, reduction=self.how)
+
+
+class Slotted:
+    __slots__ = ("how",)
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target, reduction=self.how)
+
+
+class Answering:
+    """A configuration over a dict."""
+
+    def __init__(self) -> None:
+        self.entries = {"how": "mean"}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise RuntimeError(name)
+        return self.entries[name]
+
+
+class Partly:
+    how = "mean"
+
+    def _loss(self, output: Tensor, target: Tensor, scale: float) -> Tensor:
+        return scale * functional.mse_loss(output, target, reduction=self.how)
+
+    halved = functools.partialmethod(_loss, scale=0.5)
+
+    @staticmethod
+    def of_class(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target, reduction=Partly.how)
+
+
+def globals_of_a_module() -> Steps:
+    for HOW["reduction"] in ("mean", "sum", "mean"):
+        yield ReadsAGlobal()
+
+
+def class_of_a_module() -> Steps:
+    loss = ReadsItsClass()
+    for ReadsItsClass.how in ("mean", "sum", "mean"):
+        yield loss
+
+
+def a_patched_class() -> Steps:
+    class Mine(ReadsItsClass):
+        pass
+
+    loss = Mine()
+    yield loss
+    Mine.forward = lambda self, output, target: dice(output, target)  # type: ignore[method-assign]
+    yield loss
+
+
+def callable_with_slots() -> Steps:
+    criterion = Slotted()
+    for criterion.how in ("mean", "sum"):
+        yield lambda output, target: criterion(output, target)
+
+
+def partial_of_a_trainer() -> Steps:
+    trainer, settings = Trainer(), Answering()
+
+    def loss(owner: Any, cfg: Any, output: Tensor, target: Tensor) -> Tensor:
+        return owner.criterion(output, target) + functional.mse_loss(output, target, reduction=cfg.how)
+
+    bound = functools.partial(loss, trainer, settings)
+    yield bound
+    trainer.criterion = nn.MSELoss(reduction="sum")
+    yield bound
+    settings.entries["how"] = "sum"
+    yield bound
+
+
+def methods_of_other_kinds() -> Steps:
+    made = Partly()
+    for Partly.how in ("mean", "sum", "mean"):
+        yield made.halved
+        yield Partly.of_class
+        yield lambda output, target: made.of_class(output, target)
+
+
+def sets_and_arrays() -> Steps:
+    kinds, scale = {"mse"}, np.array([1.0, 2.0])
+    yield lambda output, target: functional.mse_loss(output, target) + (dice(output, target) if "dice" in kinds else 0)
+    kinds.add("dice")
+    yield lambda output, target: functional.mse_loss(output, target) + (dice(output, target) if "dice" in kinds else 0)
+    for scale[0] in (1.0, 3.0):
+        yield lambda out, y: functional.mse_loss(out, y, reduction="sum" if scale[0] > scale[1] else "mean")
+
+
 CHANGES = [
+    *(globals_of_a_module, class_of_a_module, a_patched_class, callable_with_slots, partial_of_a_trainer),
+    *(methods_of_other_kinds, sets_and_arrays),
     *(criterion_replaced, settings_of_a_criterion, settings_of_a_global_module, number_read_by_a_helper),
     *(number_of_the_class, class_weights, class_weights_of_a_module, written_class_weights, dict_of_a_module),
     *(function_of_a_module, hook_of_a_module, nested_settings, dict_of_losses),
@@ -275,3 +386,66 @@ def test_what_holds_itself_and_what_is_large_has_an_identity() -> None:
     assert identity(ring_loss, EXACT) == identity(ring_loss, EXACT)
     big_loss = lambda output, target: functional.mse_loss(output, target) * len(many)  # noqa: E731
     assert identity(big_loss, EXACT) == identity(big_loss, EXACT)
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_a_loss_that_appends_to_a_list_does_so_once_a_step(studied: list[None]) -> None:
+    class Keeping:
+        def __init__(self) -> None:
+            self.history: list[Tensor] = []
+
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            loss = functional.mse_loss(output, target)
+            self.history.append(loss.detach())
+            return loss
+
+    kept: list[Keeping] = []
+
+    def losses() -> Steps:
+        kept.append(Keeping())
+        yield from [kept[-1].loss] * 5
+
+    follow(losses)
+    assert len(studied) == 1
+    torch.testing.assert_close(kept[0].history, kept[1].history)
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_objects_that_answer_any_name_or_refuse_to_do_not_end_a_step() -> None:
+    class Silent:
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __call__(self, *args: Any) -> None:
+            return None
+
+    class Key:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    logger, table = Silent(), {Key(): 1}
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        logger.log(len(table))
+        return functional.mse_loss(output, target)
+
+    follow(lambda: iter([loss] * 2))
+
+
+def test_a_loss_may_call_another_pipelined_module_that_was_never_called_before() -> None:
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plan = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)
+    taught: Any = autopar.parallelize(copy.deepcopy(teacher), ["cpu", "cpu"], plan=plan, cache=False)
+
+    def of(module: Any) -> Loss:
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = module(target * 1.1)
+            return functional.mse_loss(output, wanted)
+
+        return loss
+
+    both = [of(taught), of(teacher)]
+    follow(lambda: iter([both.pop(0)]))
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(taught(x), teacher(x))

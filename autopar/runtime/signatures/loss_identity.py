@@ -81,6 +81,8 @@ class _Reader:
         self._form = form
         self._left = _MOST
         self._path: list[int] = []  # ids of what is being looked into
+        self._known: dict[tuple[type, frozenset[str]], tuple[frozenset[str], list[Any]]] = {}
+        self._classes: set[tuple[type, frozenset[str]]] = set()  # that were read
 
     def of(self, value: Any, names: frozenset[str] | None, depth: int) -> Any:
         """`names`: of attributes that the code around the value reads; None: that is not known."""
@@ -157,7 +159,7 @@ class _Reader:
         if is_of_package(kind.__module__, "torch"):
             through: frozenset[str] | None = None
         else:
-            through, methods = _through(kind, (names or frozenset()) | {"forward"})
+            through, methods = self._through(kind, (names or frozenset()) | {"forward"})
             yield from self._of_class(kind, through - own.keys() - _OF_MODULES, methods, depth)
         yield from self._entries({k: v for k, v in own.items() if k not in TORCHS_OWN}, through, depth)
         yield part.training
@@ -177,7 +179,7 @@ class _Reader:
         kind = value if isinstance(value, type) else type(value)
         if kind.__module__ == "builtins" or is_of_package(kind.__module__, *OF_OTHERS):
             return _Same(value)
-        through, methods = _through(kind, (names or frozenset()) | {"__call__"})
+        through, methods = self._through(kind, (names or frozenset()) | {"__call__"})
         own = {} if kind is value else _own_attributes(value, kind, through)
         named = {name: one for name, one in own.items() if name in through}
         if _class_attribute(kind, "__getattr__") is not _ABSENT:  # it may answer with any of them
@@ -187,8 +189,19 @@ class _Reader:
         of_class = self._of_class(kind, through - own.keys(), methods, depth)
         return (_Same(value), *self._entries(named, through, depth), *of_class)
 
+    def _through(self, kind: type, names: frozenset[str]) -> tuple[frozenset[str], list[Any]]:
+        """`_through`, once for all objects of a class."""
+        key = (kind, names)
+        if key not in self._known:
+            self._known[key] = _through(kind, names)
+        return self._known[key]
+
     def _of_class(self, kind: type, names: Set[str], methods: Sequence[Any], depth: int) -> Iterator[Any]:
-        """Settings that a class has for all its objects, and what its methods read."""
+        """Settings that a class has for all its objects, and what its methods read: once for equal `names`."""
+        key = (kind, frozenset(names))
+        if key in self._classes:
+            return
+        self._classes.add(key)
         held = {name: one for name in sorted(names) if not _is_method(one := _class_attribute(kind, name))}
         yield from self._entries({k: v for k, v in held.items() if v is not _ABSENT}, frozenset(names), depth)
         yield from (self.of(method, None, depth) for method in methods)

@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.analysis.batch_proof import OutputCombination, Walk, combination, prove, walk_of
+from autopar.analysis.batch_proof import OutputCombination, combination, prove, walk_of
 from autopar.analysis.batching import VARIATIONS, Batching, study, study_again
 from autopar.analysis.compared_outputs import combined_nodes
 from autopar.analysis.node_values import floats_differ, probe
 from autopar.analysis.operators import bases, is_random, nested_block, replicable_nodes, written_arguments
 from autopar.analysis.placed_graph import PlacedGraph
 from autopar.analysis.sample_states import Mean, Mixed, Unproven
+from autopar.analysis.sample_walk import Walk
 from autopar.analysis.varied_samples import varied
 from autopar.capture.cleanup import aten, cross_entropy_arguments, number_of_targets
 from autopar.capture.node_names import describe

@@ -130,7 +130,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _check_values(path: Path, instance: dict[str, Any]) -> None:
     """Raises TableError for numbers that make no sense, and edges of nodes that there are not."""
     for name, least in (("maxSizePerFPGA", 0), ("maxFPGAs", 1), ("maxCPUs", 0)):
-        if not _is_number(instance[name]) or instance[name] < least:
+        whole = name == "maxSizePerFPGA" or (_is_number(instance[name]) and instance[name] == int(instance[name]))
+        if not _is_number(instance[name]) or instance[name] < least or not whole:
             raise TableError(f"{path}: {name} must be a number of at least {least}, got {instance[name]!r}")
     numbers = (("nodes", ("fpgaLatency", "cpuLatency", "size")), ("edges", ("cost",)))
     for field, names in numbers:
@@ -138,12 +139,12 @@ def _check_values(path: Path, instance: dict[str, Any]) -> None:
             for name in names:
                 if not _is_number(entry[name]) or entry[name] < 0:
                     raise TableError(f"{path}: {field}[{place}]: {name} must be a number >= 0, got {entry[name]!r}")
-    ids = Counter(node["id"] for node in instance["nodes"])
-    if not ids or max(ids.values()) > 1:
+    ids = Counter(node["id"] if isinstance(node["id"], (int, str)) else None for node in instance["nodes"])
+    if not ids or None in ids or max(ids.values()) > 1:
         raise TableError(f"{path}: nodes must be there, each with an id of its own")
     for place, edge in enumerate(instance["edges"]):
         for name in ("sourceId", "destId"):
-            if edge[name] not in ids:
+            if not isinstance(edge[name], (int, str)) or edge[name] not in ids:
                 raise TableError(f"{path}: edges[{place}]: {name} {edge[name]!r} is the id of no node")
 
 

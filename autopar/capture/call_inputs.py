@@ -27,7 +27,7 @@ def find_batch(
     the first input that the dict names, or of the first tensor that has such a dimension, in the order of `forward`'s
     parameters; other tensors are batched if they have the same size there. Raises InputError for a batch without
     samples unless it `may_be_empty`, for a dimension that the input does not have, and for inputs that the dict names
-    and that differ in size, or that `forward` does not have. A call may leave out inputs that the dict names.
+    and that differ in size, or that `forward` does not have. A call may leave out parameters that the dict names.
     """
     names = leaf_names(model, args, kwargs)
     parameters = inspect.signature(model.forward).parameters

@@ -1,8 +1,8 @@
 """The search's candidates, checked against the memory by their rehearsed steps.
 
 The partition search adds up bytes by a formula. The plan that it chooses is rehearsed (`rehearsed_memory.py`), and one
-whose step exceeds the memory of a device is dropped. The best partition under the same schedule and number of
-micro-batches that has less memory by the formula takes its place:
+whose step exceeds the memory of a device is dropped. Where a search is quick, the best partition of the same kind that
+needs less by the formula takes its place:
 
     search -> candidates -> choose -> rehearse -- fits --> plan
       ^             ^                     |
@@ -33,7 +33,7 @@ _FEWER = 0.8  # share of the formula's bytes: it is up to 18 % above what steps 
 _FEWER_AHEAD = 0.7  # the same for clusters: up to 27 % above what layers that run again hold on a GPU
 _MOST_SEARCHES = 4
 _MOST_FURTHER = 2  # searches for a plan that is faster than one that fits, where still faster ones were dropped
-_MOST_DROPPED = 40  # candidates in whose place others are looked for
+_MOST_DROPPED = 20  # candidates in whose place others are looked for
 _ALL = 1 + 1e-9  # of the memory, with rounding
 _STEP = 1.005  # the next search asks for this much less memory than what exceeded it
 
@@ -72,9 +72,10 @@ class Found:
         self.excess, self.room = min(self.excess, needed), min(self.room, room)
         self.candidates = [one for one in self.candidates if one is not candidate]
         self.dropped += 1
-        config = self.searching.searched_config(candidate)
-        before = self.searching.bytes_factor(config)
-        self.searching.bytes_factors[config] = max(before * needed, room) * _STEP
+        config = candidate.config
+        if config == self.searching.searched_config(candidate):  # under 1F1B, a plan for GPipe holds less
+            before = self.searching.bytes_factor(config)
+            self.searching.bytes_factors[config] = max(before * needed, room) * _STEP
         return False
 
     def _share(self, candidate: Candidate) -> tuple[float, float]:
@@ -100,8 +101,8 @@ class Found:
             best = choose(self.searching.costs, self.candidates)
             if self.fits(best):
                 self.best = best
-            elif _is_quick(self.searching) and self.dropped <= _MOST_DROPPED:
-                self.candidates += self.searching.searched_again(self.searching.searched_config(best))
+            elif best.config in self.searching.bytes_factors and self.dropped <= _MOST_DROPPED:
+                self.candidates += self.searching.searched_again(best.config) if _is_quick(self.searching) else []
         return self.best
 
 

@@ -6,7 +6,10 @@ Each case changes what a loss reads between steps, in one of the ways in which p
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import Plan
@@ -449,3 +454,142 @@ def test_a_loss_may_call_another_pipelined_module_that_was_never_called_before()
     follow(lambda: iter([both.pop(0)]))
     x = torch.randn(6, 4)
     torch.testing.assert_close(taught(x), teacher(x))
+
+
+@dataclasses.dataclass
+class Settings:
+    how: str = "mean"
+
+
+class Table(dict):  # type: ignore[type-arg]
+    """A dict with attributes."""
+
+    how = "mean"
+
+
+class Base:
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target, reduction=self.how)  # type: ignore[attr-defined]
+
+
+class Derived(Base):
+    def __init__(self) -> None:
+        self.how = "mean"
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().__call__(output, target)
+
+
+class Indexed:
+    def __init__(self) -> None:
+        self.hidden = {"how": "mean"}
+
+    def __getitem__(self, name: str) -> str:
+        return self.hidden[name]
+
+
+def helper(output: Tensor, target: Tensor, settings: Any) -> Tensor:
+    return functional.mse_loss(output, target, reduction=settings.how)
+
+
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    return run
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.aux = nn.MSELoss(), nn.L1Loss()
+
+    @decorated
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        result: Tensor = self.main(output, target)
+        return result
+
+
+def by_attribute(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target, reduction=by_attribute.how)  # type: ignore[attr-defined]
+
+
+def edits() -> dict[str, tuple[Loss, Callable[[], object]]]:
+    """A loss, and what changes it."""
+    settings, table, derived, indexed, module = Settings(), Table(), Derived(), Indexed(), Decorated()
+    array, swapped = np.zeros(4000), nn.ModuleDict({"main": nn.MSELoss(reduction="sum"), "aux": nn.L1Loss()})
+    by_attribute.how = "mean"  # type: ignore[attr-defined]
+
+    def swap() -> None:
+        swapped["main"], swapped["aux"] = swapped["aux"], swapped["main"]
+
+    return {
+        "an object passed on": (lambda o, t: helper(o, t, settings), lambda: setattr(settings, "how", "sum")),
+        "an attribute of a dict": (lambda o, t: helper(o, t, table), lambda: setattr(table, "how", "sum")),
+        "the base class": (lambda o, t: derived(o, t), lambda: setattr(derived, "how", "sum")),
+        "an index": (
+            lambda o, t: functional.mse_loss(o, t, reduction=indexed["how"]),
+            lambda: indexed.hidden.update(how="sum"),
+        ),
+        "a decorated method": (module, lambda: setattr(module.main, "reduction", "sum")),
+        "a function": (by_attribute, lambda: setattr(by_attribute, "how", "sum")),
+        "names of modules": (lambda o, t: swapped["main"](o, t), swap),
+        "an array": (lambda o, t: functional.mse_loss(o, t) * array[3999], lambda: array.fill(2.0)),
+    }
+
+
+@pytest.mark.parametrize("name", list(edits()))
+def test_what_a_loss_reads_by_any_way_is_part_of_its_identity(name: str) -> None:
+    loss, change = edits()[name]
+    before = identity(loss, ALIKE)
+    assert identity(loss, ALIKE) == before
+    change()
+    assert identity(loss, ALIKE) != before
+
+
+def test_functions_of_torch_are_not_read() -> None:
+    mapped = vmap(lambda x: x * 2)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return checkpoint(vmap(torch.sum), output - target, use_reentrant=False).mean() + mapped(output).mean()
+
+    assert identity(loss, ALIKE) == identity(loss, ALIKE)
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_losses_that_never_split_keep_few_objects_alive(studied: list[None]) -> None:
+    kept: list[weakref.ref[Settings]] = []
+
+    def losses() -> Steps:
+        for step in range(24):
+            settings = Settings(how=str(step))
+            kept.append(weakref.ref(settings))
+            yield lambda output, target, settings=settings: dice(output, target) + 0 * len(settings.how)
+
+    follow(losses)
+    gc.collect()
+    assert len(studied) <= 5
+    assert sum(one() is not None for one in kept) < 16
+
+
+class Unfriendly(dict):  # type: ignore[type-arg]
+    def items(self) -> Any:
+        raise RuntimeError
+
+    def __len__(self) -> int:
+        raise RuntimeError
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_reading_a_loss_runs_no_code_of_its_objects() -> None:
+    table, lazy = Unfriendly(scale=2.0), nn.LazyLinear(2)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) * table["scale"]
+
+    def holds_lazy(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) + 0 * len(type(lazy).__name__)
+
+    follow(lambda: iter([loss, holds_lazy, loss]))

@@ -83,7 +83,7 @@ class SearchingAhead(Searching):
             return []
         options = replace(self.options, n_microbatches=best.config.n_microbatches)
         alone = SearchingAhead(self._without_meshes, options, self.meshes, self.apart)
-        alone._best = self._best
+        alone._best, alone.fits, alone.bytes_factors = self._best, self.fits, dict(self.bytes_factors)
         found = alone.run()
         self.take_in(alone)
         return found
@@ -92,8 +92,7 @@ class SearchingAhead(Searching):
         """What took the least time at first sight, searched again until less is unproven."""
         chosen: dict[Config, PartitionResult] = {}
         for candidate in sorted(candidates, key=lambda c: c.timeline.step_time)[:_LOOKED_CLOSER_AT]:
-            schedule = self.searched_as(candidate.config.schedule)
-            config = replace(candidate.config, schedule=schedule)
+            config = self.searched_config(candidate)
             problem, cutoff = self.problem_of(config), candidate.solution.objective
             better = self._solve(config, problem, cutoff, self.effort.tolerance)
             if better is not None:

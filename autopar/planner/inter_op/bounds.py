@@ -48,7 +48,8 @@ def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
 
 
 def _least_resident(problem: Problem) -> float:
-    """Bytes that the stages of any plan hold all the time, on all their devices together, at least: one copy."""
+    """Bytes of parameters, gradients and states that any plan holds at least, on all devices together; each counts
+    once."""
     of_kinds = [(kind.width, (kind.space or problem.space).resident) for kind in problem.kinds]
     if len({tuple(item.atoms for item in items) for _, items in of_kinds}) > 1:
         return 0.0  # parameters are not told apart

@@ -87,7 +87,7 @@ class Searching(SearchSpace):
         self.bounds: dict[Config, float] = {}  # s: no partition that was looked at has a smaller objective
         self._along: set[Config] = set()  # searched along whole orders
         self._anywhere: dict[Config, float] = {}  # s: no partition has, whatever its cuts
-        # Whether a candidate fits the memory by more than the formula, which all do.
+        # Whether a candidate's rehearsed step fits, too; by the formula all do.
         self.fits: Callable[[Candidate], bool] = lambda _: True
 
     def run(self) -> list[Candidate]:
@@ -129,7 +129,10 @@ class Searching(SearchSpace):
     def _solve(self, config: Config, problem: Problem, cutoff: float, tolerance: float) -> Solution | None:
         counts = self.counts_of(config)
         solution = solve(problem, counts, cutoff=cutoff, tolerance=tolerance, exactly=config.chunks > 1)
-        self.bounds[config] = cutoff * (1 - tolerance) if solution is None else solution.bound
+        bound = cutoff * (1 - tolerance) if solution is None else solution.bound
+        if config in self.bytes_factors:  # plans with more bytes may fit, too
+            bound = min(bound, self.bounds.get(config, self.relaxed(config)))
+        self.bounds[config] = bound
         return None if solution is None else solution.copied(config.copies)
 
     def searched_config(self, candidate: Candidate) -> Config:
@@ -180,7 +183,8 @@ class Searching(SearchSpace):
     def relaxed(self, config: Config) -> float:
         """A bound in seconds on every partition, whatever its cuts."""
         counts = self.counts_of(config)
-        return max(self._anywhere.get(config, 0.0), relaxed_bound(self.problem_of(config), counts))
+        problem = self.problem_of(config, rehearsed=False)
+        return max(self._anywhere.get(config, 0.0), relaxed_bound(problem, counts))
 
     def _between(self, found: dict[Config, PartitionResult]) -> None:
         """Search numbers of micro-batches between those tried: halve the gaps next to the best one."""
@@ -331,7 +335,13 @@ class Searching(SearchSpace):
         """Whether a plan on more than `n_devices` fits the memory and the options, however slow it is."""
         vectors = self.device_counts() if sum(self.full) <= FEW_DEVICES else [self.full]
         return any(
-            solve(self.problem(m, self.schedules[0], counts), counts, cutoff=math.inf, tolerance=1.0, exactly=True)
+            solve(
+                self.problem_of(Config(self.schedules[0], m, counts), rehearsed=False),
+                counts,
+                cutoff=math.inf,
+                tolerance=1.0,
+                exactly=True,
+            )
             for counts in vectors
             if sum(counts) > n_devices
             for m in self.counts

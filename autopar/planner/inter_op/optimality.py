@@ -78,7 +78,7 @@ def _meshes(searching: SearchingAhead) -> str:
 
 def _of_balanced(searching: Searching, config: Config) -> float:
     """Seconds of an interleaved plan whose ranks are equally loaded, with free transfers, at least."""
-    return relaxed_bound(searching.problem_of(config), searching.counts_of(config))
+    return relaxed_bound(searching.problem_of(config, rehearsed=False), searching.counts_of(config))
 
 
 def _gap(objective: float, bound: float) -> str:

@@ -100,15 +100,15 @@ class SearchSpace:
         """The partition problem for `m` micro-batches, with the times of operators on that many busy devices."""
         return self.problem_of(Config(schedule, m, counts, chunks), space)
 
-    def problem_of(self, config: Config, space: Space | None = None) -> Problem:
-        """`problem`, with the limits of `config`."""
+    def problem_of(self, config: Config, space: Space | None = None, *, rehearsed: bool = True) -> Problem:
+        """`problem`, with the limits of `config`. `rehearsed`: with as little memory as rehearsals have shown."""
         costs, m, chunks, copies = self.costs, config.n_microbatches, config.chunks, config.copies
         schedule = config.schedule
         rows = costs.batch_size / m
         busy = sum(config.counts) if m > 1 else 1
         space = space or self._space
         kinds = self._kinds(config, space)
-        if config in self.bytes_factors:
+        if rehearsed and config in self.bytes_factors:
             less = self.options.bytes_factor / self.bytes_factors[config]
             kinds = tuple(replace(kind, memory=kind.memory * less) for kind in kinds)
         times = [self._times(kind.name, max(1, busy // kind.width), rows).under(schedule) for kind in kinds]

@@ -70,7 +70,7 @@ class LossSplits:
         A count of targets may hold tensors; other rules do not depend on which tensors a loss computes with.
         """
         if split.combine == "whole":
-            self._in_vain[loose] += 1
+            self._in_vain[loose] += 1  # few: such keys hold types, and no objects
             return LOOSE if split.counts_calls or self._in_vain[loose] >= _MOST_IN_VAIN else ALIKE
         return ALIKE if split.count is None else EXACT
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 from benchmarks.output import Report, Table
-from benchmarks.published_runs.tables import TableError
+from benchmarks.published_runs.tables import TableError, read_each
 
 _CUTS = 800
 _ROUNDS = 20
@@ -68,15 +67,8 @@ def run_partition_instances(folder: Path | None) -> Report | None:
     assert folder is not None
     published = _published(folder / "optima.csv")
     data: dict[str, Any] = {}
-    rows, errors = [], list[TableError]()
-    for path in paths:
-        name = f"{path.parent.name}/{path.stem}"
-        try:
-            instance = _read(path)
-        except TableError as error:
-            errors.append(error)
-            print(f"{name}: skipped: {error}", file=sys.stderr)
-            continue
+    rows = []
+    for name, instance in read_each({f"{path.parent.name}/{path.stem}": path for path in paths}, _read).items():
         best = published.get(name, {})
         known = tuple(best.get(column, "-") for column in ("nodes", "one_device", "linear", "opt_contig"))
         start = time.perf_counter()
@@ -90,8 +82,6 @@ def run_partition_instances(folder: Path | None) -> Report | None:
         data[name] = {"objective": objective, "bound": found.bound, "seconds": seconds}
         gap = "proven" if found.proven else f"{objective / found.bound - 1:.1%}" if found.bound else "-"
         rows.append((name, *known, f"{objective:.4f}", gap, f"{seconds:.2f}"))
-    if errors and not rows:
-        raise errors[0]
     columns = ("instance", "nodes", "one device", "linear", "opt_contig", "autopar", "gap", "seconds")
     note = (
         "Largest load of a device. opt_contig: the authors' exact program for convex stages; linear: along one order; "

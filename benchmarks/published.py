@@ -26,7 +26,7 @@ from benchmarks.published_runs.errors import Errors, regrets
 from benchmarks.published_runs.forms import PublishedTable, Unread, read_cases
 from benchmarks.published_runs.models import Sizes
 from benchmarks.published_runs.pricing import Priced, Pricer
-from benchmarks.published_runs.tables import TableError
+from benchmarks.published_runs.tables import read_each
 
 log = logging.getLogger(__name__)
 
@@ -95,24 +95,14 @@ def run_published(folder: Path | None, quick: bool, kept: Kept | None = None) ->
         TableError: no file is a table.
     """
     files = sorted(folder.glob("*.csv")) if folder else []
-    tables, errors = dict[str, PublishedTable](), list[TableError]()
-    for path in files:
-        try:
-            table = _read(path)
-        except TableError as error:
-            errors.append(error)
-            print(f"{path.name}: skipped: {error}", file=sys.stderr)
-            continue
-        if table is not None:
-            tables[path.stem] = table
-    if errors and not tables:
-        raise errors[0]
+    read = read_each({path.name: path for path in files}, _read)
+    tables = {path.stem: read[path.name] for path in files if path.name in read}
     if quick:
         tables = {name: replace(table, cases=table.cases[:QUICK_CASES]) for name, table in tables.items()}
     if not tables:
         return None
     kept = Kept() if kept is None else kept
-    digests = {name: hashlib.sha256((files[0].parent / f"{name}.csv").read_bytes()).hexdigest()[:16] for name in tables}
+    digests = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files if path.stem in tables}
     found = {
         name: Evaluated(tuple(evaluate(name, table.cases, kept=kept.part(name, digests[name]))), table.unread)
         for name, table in tables.items()

@@ -4,13 +4,15 @@ read."""
 from __future__ import annotations
 
 import csv
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
+_Read = TypeVar("_Read")
 _NOTHING = ("", "-", "n/a", "na", "nan", "none")  # in cells of figures that were not published
 
 
@@ -133,3 +135,25 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
         surplus = tuple(padded[width:]) if any(padded[width:]) else ()
         found.append(Row(path, number, dict(zip(header, padded, strict=False)), comments, surplus))
     return header, found
+
+
+def read_each(files: Mapping[str, Path], read: Callable[[Path], _Read | None]) -> dict[str, _Read]:
+    """By name, what `read` makes of each file. Those for which it raises TableError are skipped, with a line that says
+    why; so are those of which it makes nothing.
+
+    Raises:
+        TableError: the first one, where nothing is read.
+    """
+    found, errors = dict[str, _Read](), list[TableError]()
+    for name, path in files.items():
+        try:
+            one = read(path)
+        except TableError as error:
+            errors.append(error)
+            print(f"{name}: skipped: {error}", file=sys.stderr)
+            continue
+        if one is not None:
+            found[name] = one
+    if errors and not found:
+        raise errors[0]
+    return found

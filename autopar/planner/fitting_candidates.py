@@ -97,12 +97,13 @@ class Found:
     def choose(self, choose: Choose) -> Candidate | None:
         """The best candidate that fits; None if there is none."""
         self.best = None
+        quick, refused = _is_quick(self.searching), self.searching.bytes_factors
         while self.candidates and self.best is None:
             best = choose(self.searching.costs, self.candidates)
             if self.fits(best):
                 self.best = best
-            elif best.config in self.searching.bytes_factors and self.dropped <= _MOST_DROPPED:
-                self.candidates += self.searching.searched_again(best.config) if _is_quick(self.searching) else []
+            elif quick and best.config in refused and self.dropped <= _MOST_DROPPED:
+                self.candidates += self.searching.searched_again(best.config)
         return self.best
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autopar.capture.rnn import separate_layers
+from cost_models.graphs import Uncompiled
 
 aten = torch.ops.aten
 
@@ -56,7 +57,7 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
         if node.target is aten.detach_.default:  # changes autograd's history, not the memory
             node.target = aten.detach.default
     _count_elements(graph)
-    return fx.GraphModule(module, graph, class_name="Captured")
+    return Uncompiled(module, graph, class_name="Captured")
 
 
 def is_assertion(node: fx.Node) -> bool:

@@ -207,7 +207,8 @@ class _TracedLayer:
 
 
 def copy_traced_layers(module: fx.GraphModule, model: nn.Module) -> None:
-    """Replace each `again` node by a copy of the first layer's nodes, in place. O(nodes)."""
+    """Replace each `again` node by a copy of the first layer's nodes, in the module's graph, whose code is
+    not made anew. O(nodes)."""
     graph = module.graph
     borders = {str(n.args[1]): n for n in graph.nodes if n.target is _BORDER}
     skipped = [n for n in graph.nodes if n.target is _AGAIN]
@@ -225,7 +226,6 @@ def copy_traced_layers(module: fx.GraphModule, model: nn.Module) -> None:
             graph.erase_node(item)
         graph.erase_node(border)
     graph.lint()
-    module.recompile()
 
 
 def _copy_layer(

@@ -8,7 +8,7 @@ any time join a neighbour (`small_atoms`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -156,7 +156,8 @@ def with_configurations(
     atoms: Atoms, costs: CostGraph, new: Iterable[StageConfiguration], constraints: Constraints = NO_CONSTRAINTS
 ) -> Atoms:
     """The same atoms, also under these stage configurations."""
-    own = {c.name: gather(costs, atoms.nodes, constraints, operators=c.operators) for c in new}
+    groups = _Groups(costs, atoms.nodes, constraints)
+    own = {c.name: groups.gather(c.operators) for c in new}
     return replace(atoms, by_configuration={**atoms.by_configuration, **own})
 
 
@@ -176,70 +177,169 @@ def gather(
     nodes: Sequence[tuple[str, ...]],
     constraints: Constraints = NO_CONSTRAINTS,
     order: Iterable[tuple[str, str]] = (),
-    operators: Mapping[str, OperatorCost] | None = None,
 ) -> Atoms:
     """The groups `nodes` of all operators that are not replicable as atoms, with what they share and send.
 
-    `order`: pairs (node, node that runs later). `operators`: their costs if not those of `costs`. The last group
-    returns the model's outputs.
+    `order`: pairs (node, node that runs later). The last group returns the model's outputs.
     """
-    operators = operators or costs.operators
-    atom_of = {name: i for i, atom in enumerate(nodes) for name in atom}
-    saved: dict[Hashable, float] = {}
-    savers: dict[Hashable, set[int]] = defaultdict(set)
-    parameters: dict[str, Weight] = {}
-    readers: dict[str, set[int]] = defaultdict(set)
-    transient = np.zeros(len(nodes))
-    kept: set[Hashable] = set()  # by an operator outside of the core that makes it
-    of_core: dict[Hashable, int] = {}
-    for name, operator in operators.items():
-        if name not in atom_of:
-            continue
-        atom = atom_of[name]
-        for storage, nbytes in operator.saved.items():
-            saved[storage] = max(nbytes, saved.get(storage, 0.0))
-            savers[storage].add(atom)
-            if operator.core is None or storage not in operator.rebuilt:
-                kept.add(storage)
-            else:
-                of_core[storage] = operator.core
-        for parameter, weight in operator.parameters.items():
-            parameters[parameter] = weight
-            readers[parameter].add(atom)
-        transient[atom] = max(transient[atom], _transient(operator))
-    pairs = {(atom_of[a], atom_of[b]) for a, b in order if a in atom_of and b in atom_of}
-    stage_of, recompute = constraints.stage_of, constraints.recompute
-    return Atoms(
-        tuple(nodes),
-        frozenset((a, b) for a, b in pairs if a != b),
-        _values(costs, operators, atom_of),
-        tuple((Shared(w.held, tuple(sorted(readers[p]))), w) for p, w in parameters.items()),
-        tuple(Shared(n, tuple(sorted(savers[s]))) for s, n in saved.items()),
-        transient,
-        _cores(costs, atom_of, saved, savers, {s: core for s, core in of_core.items() if s not in kept}),
-        _layers(costs, operators, atom_of, recompute),
-        tuple(sorted({(atom_of[name], stage) for name, stage in stage_of.items() if name in atom_of})),
-        tuple(sorted({atom_of[name] for name in recompute if name in atom_of})),
-        tuple(sorted({atom for name, atom in atom_of.items() if not operators[name].repeatable})),
-    )
+    return _Groups(costs, nodes, constraints, order).gather(costs.operators)
 
 
-def _cores(
-    costs: CostGraph,
-    atom_of: Mapping[str, int],
-    saved: Mapping[Hashable, float],
-    savers: Mapping[Hashable, set[int]],
-    of_core: Mapping[Hashable, int],
-) -> Cores:
-    """`of_core`: storage -> the core that makes it, if no operator outside of that keeps it."""
-    together: dict[int, float] = defaultdict(float)
-    for storage, number in of_core.items():
-        together[number] += saved[storage]
-    working = np.zeros(max(atom_of.values(), default=-1) + 1)
+class _Groups:
+    """Groups of operators, and what their atoms have in common whatever the operators cost on their devices."""
+
+    def __init__(
+        self,
+        costs: CostGraph,
+        nodes: Sequence[tuple[str, ...]],
+        constraints: Constraints,
+        order: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        self._nodes = tuple(nodes)
+        self._training = costs.training
+        atom_of = {name: i for i, atom in enumerate(nodes) for name in atom}
+        self._atom_of = atom_of
+        self._members = [(name, atom_of[name]) for name in costs.operators if name in atom_of]
+        pairs = ((atom_of[a], atom_of[b]) for a, b in order if a in atom_of and b in atom_of)
+        self._edges = frozenset((a, b) for a, b in pairs if a != b)
+        self._readers = list(_readers(costs, atom_of))
+        self._entering = _entering_layers(costs, atom_of)
+        layered = (atom for name, atom in self._members if costs.operators[name].block is not None)
+        again = [name for name in constraints.recompute if name in atom_of]
+        outside = (atom_of[name] for name in again if costs.operators[name].block is None)
+        self._layered, self._outside = tuple(sorted(set(layered))), tuple(sorted(set(outside)))
+        pinned = {(atom_of[name], stage) for name, stage in constraints.stage_of.items() if name in atom_of}
+        self._pinned = tuple(sorted(pinned))
+        self._recomputed = tuple(sorted({atom_of[name] for name in again}))
+        unrepeatable = {atom for name, atom in self._members if not costs.operators[name].repeatable}
+        self._unrepeatable = tuple(sorted(unrepeatable))
+
+    def gather(self, operators: Mapping[str, OperatorCost]) -> Atoms:
+        """The atoms, with these costs of all operators."""
+        saved: dict[Hashable, float] = {}
+        savers: dict[Hashable, set[int]] = defaultdict(set)
+        parameters: dict[str, Weight] = {}
+        readers: dict[str, set[int]] = defaultdict(set)
+        transient = np.zeros(len(self._nodes))
+        kept: set[Hashable] = set()  # by an operator outside of the core that makes it
+        of_core: dict[Hashable, int] = {}
+        for name, atom in self._members:
+            operator = operators[name]
+            for storage, nbytes in operator.saved.items():
+                saved[storage] = max(nbytes, saved.get(storage, 0.0))
+                savers[storage].add(atom)
+                if operator.core is None or storage not in operator.rebuilt:
+                    kept.add(storage)
+                else:
+                    of_core[storage] = operator.core
+            for parameter, weight in operator.parameters.items():
+                parameters[parameter] = weight
+                readers[parameter].add(atom)
+            transient[atom] = max(transient[atom], _transient(operator))
+        return Atoms(
+            self._nodes,
+            self._edges,
+            self._values(operators),
+            tuple((_shared(w.held, readers[p]), w) for p, w in parameters.items()),
+            tuple(_shared(n, savers[s]) for s, n in saved.items()),
+            transient,
+            self._cores(operators, saved, savers, {s: core for s, core in of_core.items() if s not in kept}),
+            self._layers(operators),
+            self._pinned,
+            self._recomputed,
+            self._unrepeatable,
+        )
+
+    def _cores(
+        self,
+        operators: Mapping[str, OperatorCost],
+        saved: Mapping[Hashable, float],
+        savers: Mapping[Hashable, set[int]],
+        of_core: Mapping[Hashable, int],
+    ) -> Cores:
+        """`of_core`: storage -> the core that makes it, if no operator outside of that keeps it."""
+        together: dict[int, float] = defaultdict(float)
+        for storage, number in of_core.items():
+            together[number] += saved[storage]
+        working = np.zeros(len(self._nodes))
+        for name, atom in self._members:
+            core = operators[name].core
+            if core is not None:
+                working[atom] = max(working[atom], together[core])
+        return Cores(tuple(_shared(saved[s], savers[s]) for s in of_core), working)
+
+    def _layers(self, operators: Mapping[str, OperatorCost]) -> Layers:
+        """What enters a layer counts to the stage of its maker; others have it among what they receive."""
+        kept: dict[Hashable, float] = {}
+        keepers: dict[Hashable, set[int]] = defaultdict(set)
+        made: dict[int, dict[Hashable, float]] = defaultdict(dict)  # block -> what its operators save
+        products: dict[Hashable, tuple[float, int]] = {}  # storage of what kept operators make -> bytes, atom
+
+        def keep(tensors: Mapping[Hashable, float], atom: int) -> None:
+            for storage, nbytes in tensors.items():
+                kept[storage] = max(nbytes, kept.get(storage, 0.0))
+                keepers[storage].add(atom)
+
+        for name, atom in self._members:
+            operator = operators[name]
+            if operator.block is None:
+                keep(operator.saved, atom)
+                continue
+            made[operator.block].update(operator.saved if operator.saved_within is None else operator.saved_within)
+            if operator.kept:
+                products |= {storage: (nbytes, atom) for storage, nbytes in operator.results.items()}
+            for source, keeper in self._entering[name]:
+                keep(operators[source].results, keeper)
+        largest = {number: sum(n for s, n in saved.items() if s not in kept) for number, saved in made.items()}
+        working = np.zeros(len(self._nodes))
+        for name, atom in self._members:
+            operator = operators[name]
+            transient = _transient(operator)
+            if operator.block is not None:  # what its layer gathers in its second run is among what that saves
+                transient += largest[operator.block] - operator.regathered_bytes
+            working[atom] = max(working[atom], transient)
+        shared = tuple(_shared(n, keepers[s]) for s, n in kept.items())
+        besides = tuple(Shared(nbytes, (atom,)) for storage, (nbytes, atom) in products.items() if storage not in kept)
+        most = max(largest.values(), default=0.0)
+        return Layers(shared, working, self._layered, self._outside, besides, most)
+
+    def _values(self, operators: Mapping[str, OperatorCost]) -> tuple[Value, ...]:
+        """The values that atoms read of each other; the last atom reads the model's outputs, to return them."""
+        values = []
+        for name, atom, readers in self._readers:
+            operator = operators[name]
+            gradient = operator.gradient_bytes if self._training else 0.0
+            values.append(Value(atom, readers, operator.output_bytes, gradient, operator.copies, operator.gather))
+        return tuple(values)
+
+
+def _shared(nbytes: float, atoms: set[int]) -> Shared:
+    return Shared(nbytes, tuple(sorted(atoms)) if len(atoms) > 1 else tuple(atoms))
+
+
+def _readers(costs: CostGraph, atom_of: Mapping[str, int]) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """(node, its atom, the other atoms that read its result); the last atom reads the model's outputs."""
+    outputs, last = set(costs.graph.graph["outputs"]), max(atom_of.values(), default=0)
     for name, atom in atom_of.items():
-        core = costs.operators[name].core
-        working[atom] = max(working[atom], 0.0 if core is None else together[core])
-    return Cores(tuple(Shared(saved[s], tuple(sorted(savers[s]))) for s in of_core), working)
+        consumers = {atom_of[user] for user in costs.graph.successors(name) if user in atom_of}
+        if name in outputs:
+            consumers.add(last)
+        consumers.discard(atom)
+        if consumers:
+            yield name, atom, tuple(sorted(consumers))
+
+
+def _entering_layers(costs: CostGraph, atom_of: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
+    """For each operator of a layer, what it reads from outside: (node, the atom that keeps its result)."""
+    return {
+        name: [
+            (source, atom_of.get(source, atom))
+            for source in costs.graph.predecessors(name)
+            if costs.operators[source].block != costs.operators[name].block
+        ]
+        for name, atom in atom_of.items()
+        if costs.operators[name].block is not None
+    }
 
 
 def recomputed_share(costs: CostGraph) -> float:
@@ -250,48 +350,6 @@ def recomputed_share(costs: CostGraph) -> float:
     if not (saved and whole.layers.atoms):
         return 0.0
     return min(1.0, (whole.layers.largest + sum(shared.nbytes for shared in whole.layers.kept)) / saved)
-
-
-def _layers(
-    costs: CostGraph, operators: Mapping[str, OperatorCost], atom_of: Mapping[str, int], recompute: Collection[str]
-) -> Layers:
-    """What enters a layer counts to the stage of its maker; others have it among what they receive."""
-    kept: dict[Hashable, float] = {}
-    keepers: dict[Hashable, set[int]] = defaultdict(set)
-    made: dict[int, dict[Hashable, float]] = defaultdict(dict)  # block -> what its operators save
-    products: dict[Hashable, tuple[float, int]] = {}  # storage of what kept operators make -> bytes, atom
-
-    def keep(storage: Hashable, nbytes: float, atom: int) -> None:
-        kept[storage] = max(nbytes, kept.get(storage, 0.0))
-        keepers[storage].add(atom)
-
-    for name, operator in operators.items():
-        if name not in atom_of:
-            continue
-        if operator.block is None:
-            for storage, nbytes in operator.saved.items():
-                keep(storage, nbytes, atom_of[name])
-            continue
-        made[operator.block].update(operator.saved if operator.saved_within is None else operator.saved_within)
-        if operator.kept:
-            products |= {storage: (nbytes, atom_of[name]) for storage, nbytes in operator.results.items()}
-        for source in costs.graph.predecessors(name):
-            if operators[source].block != operator.block:
-                for storage, nbytes in operators[source].results.items():
-                    keep(storage, nbytes, atom_of.get(source, atom_of[name]))
-    largest = {number: sum(n for s, n in saved.items() if s not in kept) for number, saved in made.items()}
-    working = np.zeros(max(atom_of.values(), default=-1) + 1)
-    for name, atom in atom_of.items():
-        number, transient = operators[name].block, _transient(operators[name])
-        if number is not None:  # what its layer gathers in its second run is among what that saves
-            transient += largest[number] - operators[name].regathered_bytes
-        working[atom] = max(working[atom], transient)
-    layered = {atom for name, atom in atom_of.items() if operators[name].block is not None}
-    outside = {atom_of[name] for name in recompute if name in atom_of and operators[name].block is None}
-    shared = tuple(Shared(n, tuple(sorted(keepers[s]))) for s, n in kept.items())
-    besides = tuple(Shared(nbytes, (atom,)) for storage, (nbytes, atom) in products.items() if storage not in kept)
-    most = max(largest.values(), default=0.0)
-    return Layers(shared, working, tuple(sorted(layered)), tuple(sorted(outside)), besides, most)
 
 
 def _transient(operator: OperatorCost) -> float:
@@ -322,22 +380,3 @@ def _merged(
         nx.add_cycle(linked, members)
     components = [sorted(c, key=place.__getitem__) for c in nx.strongly_connected_components(linked)]
     return [tuple(c) for c in sorted(components, key=lambda c: place[c[0]])]
-
-
-def _values(costs: CostGraph, operators: Mapping[str, OperatorCost], atom_of: Mapping[str, int]) -> tuple[Value, ...]:
-    """The values that atoms read of each other; the last atom reads the model's outputs, to return them."""
-    graph = costs.graph
-    outputs = set(graph.graph["outputs"])
-    last = max(atom_of.values(), default=0)
-    values = []
-    for name, atom in atom_of.items():
-        consumers = {atom_of[user] for user in graph.successors(name) if user in atom_of}
-        if name in outputs:
-            consumers.add(last)
-        consumers.discard(atom)
-        if consumers:
-            operator = operators[name]
-            gradient = operator.gradient_bytes if costs.training else 0.0
-            readers = tuple(sorted(consumers))
-            values.append(Value(atom, readers, operator.output_bytes, gradient, operator.copies, operator.gather))
-    return tuple(values)

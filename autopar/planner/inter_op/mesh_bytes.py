@@ -10,7 +10,7 @@ from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.sends import Sent
 from autopar.costs.shard_costs import ShardCosts
 from autopar.planner.inter_op.scattering import Scattering
-from autopar.planner.inter_op.split_program import SplitProgram
+from autopar.planner.inter_op.split_program import SavedPlace, SplitProgram
 from autopar.planner.intra_op.sharding_task import GraphFacts
 from autopar.planner.intra_op.strategy_search import KeptShard, Sharding
 from autopar.sharding.layouts import Placements, parts
@@ -27,41 +27,46 @@ def operators_on_mesh(
     Parameters that an operator gathers are there while it runs. A micro-batch gathers as much whatever its size, so the
     bytes "of the whole batch" are `n_microbatches` times as many.
     """
-    mesh, kept = solution.mesh.shape, program.folded.kept
-    found: dict[str, OperatorCost] = {}
-    cut = {n: parts(s.outputs[0], mesh) if s.outputs else 1 for n, s in solution.strategies.items()}
     weights, keeping = _weights(program, solution, kind), _Keeping(program, facts, solution)
     scattering = Scattering(solution.mesh, cluster, n_microbatches)
-    for node, whole in program.costs.operators.items():
-        representative = kept(node)
-        if representative not in solution.strategies:
-            found[node] = whole
-            continue
+    cut = {n: parts(s.outputs[0], solution.mesh.shape) if s.outputs else 1 for n, s in solution.strategies.items()}
+    alike: dict[tuple[str, float, float, float], dict[str, Any]] = {}  # equal layers have equal results
+
+    def result(representative: str, whole: OperatorCost) -> dict[str, Any]:
+        """What a device has of an operator's result and works on, as fields of `OperatorCost`."""
         n_parts, made = cut[representative], solution.strategies[representative].outputs
         sent = scattering.of(made[0], whole.output_bytes / n_parts) if made else Sent(whole.output_bytes)
         gathered = solution.gathered.get(representative, 0.0) * n_microbatches
-        represented = program.represented[node]
-        own = keeping.of(node, representative)
-        found[node] = whole.with_bytes(
-            output_bytes=whole.output_bytes / n_parts,
-            gradient_bytes=whole.gradient_bytes / n_parts,
-            allocated_bytes=whole.allocated_bytes / n_parts + gathered,
-            saved=own.saved,
-            regathered_bytes=own.regathered,
-            saved_within=own.within,
-            results={(storage, 1 / n_parts, None): nbytes / n_parts for storage, nbytes in whole.results.items()},
-            rebuilt=frozenset(key for key in own.saved if isinstance(key, tuple) and key[0] in whole.rebuilt)
-            if whole.rebuilt
-            else whole.rebuilt,
-            copies=sent.copies,
-            gather=sent.gather,
-            parameters={
+        return {
+            "output_bytes": whole.output_bytes / n_parts,
+            "gradient_bytes": whole.gradient_bytes / n_parts,
+            "allocated_bytes": whole.allocated_bytes / n_parts + gathered,
+            "copies": sent.copies,
+            "gather": sent.gather,
+        }
+
+    found: dict[str, OperatorCost] = {}
+    for node, whole in program.costs.operators.items():
+        representative = program.kept[node]
+        if representative not in solution.strategies:
+            found[node] = whole
+            continue
+        key = representative, whole.output_bytes, whole.gradient_bytes, whole.allocated_bytes
+        if key not in alike:
+            alike[key] = result(representative, whole)
+        n_parts = cut[representative]
+        changes: dict[str, Any] = {
+            "results": {(storage, 1 / n_parts, None): n / n_parts for storage, n in whole.results.items()}
+        }
+        if whole.saved:
+            changes |= keeping.of(node)
+        if whole.parameters:
+            represented = program.represented[node]
+            changes["parameters"] = {
                 storage: weight._replace(**weights.get(represented.get(storage), {}))
                 for storage, weight in whole.parameters.items()
             }
-            if whole.parameters
-            else whole.parameters,
-        )
+        found[node] = whole.with_bytes(**alike[key], **changes)
     return found
 
 
@@ -92,42 +97,38 @@ def _stored_parts(stored: Stored, mesh: Sequence[int], shards: ShardCosts | None
     }
 
 
-class _Kept(NamedTuple):
-    """What a device keeps of an operator's tensors for the backward: bytes by storage on the device."""
-
-    saved: dict[Hashable, float]
-    within: dict[Hashable, float] | None  # the same if all that is gathered is kept; None: nothing is gathered again
-    regathered: float  # bytes that are gathered again
-
-
 class _Keeping:
     """What each device keeps of operators' tensors for the backward. Equal layers keep equal shares."""
 
     def __init__(self, program: SplitProgram, facts: GraphFacts, solution: Sharding) -> None:
         self._program, self._facts, self._solution = program, facts, solution
-        self._known: dict[tuple[str, Place, str | None], _Share] = {}
+        self._known: dict[SavedPlace, _Share] = {}
 
-    def of(self, node: str, representative: str) -> _Kept:
-        """Operators that keep one tensor in the same layout share its storage; a redistributed copy has its own."""
+    def of(self, node: str) -> dict[str, Any]:
+        """As fields of `OperatorCost`. Operators that keep one tensor in the same layout share its storage; a
+        redistributed copy has its own."""
         whole: OperatorCost = self._program.costs.operators[node]
         saved: dict[Hashable, float] = {}
         within: dict[Hashable, float] = {}
         regathered = 0.0
-        for storage, nbytes in whole.saved.items():
-            place, maker = whole.saved_places.get(storage), None
-            if place is not None and place >= 0:
-                maker = self._program.folded.kept(self._program.operands[node][place])
-            key = (representative, place, maker)
-            if key not in self._known:
-                self._known[key] = self._share(*key)
-            share, moved, shard = self._known[key]
+        for (storage, nbytes), place in zip(whole.saved.items(), self._program.saved_places[node], strict=True):
+            if place not in self._known:
+                self._known[place] = self._share(*place)
+            share, moved, shard = self._known[place]
             within[storage, share, moved] = nbytes * share
             if shard is not None:
                 regathered += nbytes * share
                 share = 1 / parts(shard.layout, self._solution.mesh.shape)
                 moved = None if shard.made else shard.layout
             saved[storage, share, moved] = nbytes * share
-        return _Kept(saved, within if regathered else None, regathered)
+        kept: dict[str, Any] = {
+            "saved": saved,
+            "regathered_bytes": regathered,
+            "saved_within": within if regathered else None,
+        }
+        if whole.rebuilt:
+            kept["rebuilt"] = frozenset(key for key in saved if isinstance(key, tuple) and key[0] in whole.rebuilt)
+        return kept
 
     def _share(self, representative: str, of_node: Place, maker: str | None) -> _Share:
         strategies = self._solution.strategies

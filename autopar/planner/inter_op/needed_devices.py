@@ -13,9 +13,11 @@ possible one, hardly any stages and states are left.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -62,33 +64,48 @@ class NeededDevices:
 
     def under(self, bound: float) -> Needs:
         """Of plans whose max term is at most `bound` (s)."""
-        allowed = self.max_term <= bound
-        needed = np.where(allowed[-1], self.units[allowed.argmax(axis=0)], math.inf)
-        n_cuts, stop = len(self.pairs.number), self.pairs.stop
-        first = np.searchsorted(self.pairs.start, np.arange(n_cuts + 1)).tolist()
-        before, after = np.full((2, n_cuts), math.inf)
-        before[0], after[-1] = 0.0, 0.0
-        for cut in range(n_cuts - 1):
-            mine = slice(first[cut], first[cut + 1])
+        needed, stop = self._needed(bound), self.pairs.stop
+        before = np.full(len(self.pairs.number), math.inf)
+        before[0] = 0.0
+        for cut, mine in enumerate(self._from_cuts):
             before[stop[mine]] = np.minimum(before[stop[mine]], before[cut] + needed[mine])
-        for cut in range(n_cuts - 2, -1, -1):
-            mine = slice(first[cut], first[cut + 1])
-            after[cut] = (needed[mine] + after[stop[mine]]).min(initial=math.inf)
-        return Needs(before, after)
+        return Needs(before, self._after(needed))
 
     def suffices(self, needs: Needs) -> bool:
         """Whether there are as many devices."""
         return bool(needs.after[0] <= self.total)
 
+    def _suffices_under(self, bound: float) -> bool:
+        return bool(self._after(self._needed(bound))[0] <= self.total)
+
+    def _needed(self, bound: float) -> np.ndarray:
+        """Units that a stage with a max term of at most `bound` needs, [n_pairs]; inf where there is none."""
+        allowed = self.max_term <= bound
+        return np.where(allowed[-1], self.units[allowed.argmax(axis=0)], math.inf)
+
+    def _after(self, needed: np.ndarray) -> np.ndarray:
+        """`Needs.after`, from `_needed`."""
+        after, stop = np.full(len(self.pairs.number), math.inf), self.pairs.stop
+        after[-1] = 0.0
+        for cut, mine in reversed(list(enumerate(self._from_cuts))):
+            after[cut] = (needed[mine] + after[stop[mine]]).min(initial=math.inf)
+        return after
+
+    @cached_property
+    def _from_cuts(self) -> list[slice]:
+        """The pairs that begin at each cut but the last."""
+        first = np.searchsorted(self.pairs.start, np.arange(len(self.pairs.number) + 1)).tolist()
+        return [slice(*ends) for ends in itertools.pairwise(first[:-1])]
+
     def least_max_term(self, low: float, most: float, tolerance: float) -> float:
         """A max term (s) between `low` and `most` that no plan is below, to a share `tolerance`; inf if all plans are
         above `most`."""
         high = min(most, float(self.max_term.max(where=np.isfinite(self.max_term), initial=0.0)))
-        if not self.suffices(self.under(high)):
+        if not self._suffices_under(high):
             return math.inf
         for _ in range(_MOST_HALVINGS):
             if high - low <= tolerance * high:
                 break
             middle = math.sqrt(low * high) if 16 * low > high else high / 4
-            low, high = (low, middle) if self.suffices(self.under(middle)) else (middle, high)
+            low, high = (low, middle) if self._suffices_under(middle) else (middle, high)
         return low

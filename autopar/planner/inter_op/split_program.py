@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.capture.repeated_layers.fold import Folded
 from autopar.costs.cost_graph import CostGraph
+from autopar.sharding.strategy_costs import Place
 
 
 class First(NamedTuple):
@@ -38,6 +39,14 @@ class Representation:
         return cls(kept, {key: np.array(found) for key, found in places.items()})
 
 
+class SavedPlace(NamedTuple):
+    """Where a tensor that is kept for the backward stands in the folded graph."""
+
+    operator: str  # that keeps it
+    place: Place  # among the operator's tensors; None: not known
+    maker: str | None  # the operator whose result it is
+
+
 @dataclass(frozen=True)
 class SplitProgram:
     """A program whose strategies are chosen on its folded graph, with the names that join the two.
@@ -51,6 +60,23 @@ class SplitProgram:
     folded: Folded
     nodes: Mapping[str, fx.Node]  # operators of the cost graph
     storages: Mapping[str, str]  # parameter or buffer -> its storage, as in the cost graph
+
+    @cached_property
+    def kept(self) -> Mapping[str, str]:
+        """Node of the cost graph -> the node of the folded graph that represents it."""
+        return {node: self.folded.kept(node) for node in self.costs.operators}
+
+    @cached_property
+    def saved_places(self) -> Mapping[str, Sequence[SavedPlace]]:
+        """Node -> where the tensors of its `saved` stand, in that order."""
+        return {
+            node: [self._saved_place(node, whole.saved_places.get(storage)) for storage in whole.saved]
+            for node, whole in self.costs.operators.items()
+        }
+
+    def _saved_place(self, node: str, place: Place) -> SavedPlace:
+        read = self.operands[node][place] if place is not None and place >= 0 else None
+        return SavedPlace(self.kept[node], place, None if read is None else self.folded.kept(read))
 
     @cached_property
     def parameters(self) -> Mapping[str, tuple[str, ...]]:

@@ -138,10 +138,15 @@ class Costs:
         ends_with_others = split and self._delayed_parts(single) > 1
         if not problem.sum_counts or problem.chunks > 1 or ends_with_others:
             return passes + after
-        meanwhile = seconds.meanwhile + np.where(self._pairs.start > 0, problem.overhead, 0.0)
+        meanwhile = seconds.meanwhile + self._overhead_before
         if single:  # what it delays runs behind earlier stages, too
             return np.maximum(passes + after - meanwhile, 0.0)
         return passes + np.maximum(after - meanwhile, 0.0)
+
+    @cached_property
+    def _overhead_before(self) -> np.ndarray:
+        """Seconds of an action of the stage before, [n_pairs]; the first stage has none."""
+        return np.where(self._pairs.start > 0, self.problem.overhead, 0.0)
 
     def _rounds(self, replicas: int) -> int:
         """Micro-batches of a replica after its first; of a device, pairs of a stage and a micro-batch."""
@@ -299,12 +304,12 @@ class Costs:
     def _replicated(self, mode: Mode) -> Iterator[tuple[int, _Choice]]:
         """For every number of replicas the max terms, and how many replicas later stages may have so that a stage's
         micro-batches in flight fit."""
-        at_once = np.where(np.isfinite(self.terms[mode].fill), self._at_once(mode), -1)
+        room = 1 + np.where(np.isfinite(self.terms[mode].fill), self._at_once(mode), -1)
         numbers = np.arange(-1, self.problem.n_microbatches + 1)  # that there may be room for
-        never = np.full(at_once.shape, math.inf)
+        never = np.full(room.shape, math.inf)
         for replicas in self.replicas(mode.kind):
             by_number = np.searchsorted(self._limits(replicas), numbers, side="right") - 1
-            most_after = by_number.astype(np.int32)[at_once + 1]
+            most_after = by_number.astype(np.int32)[room]
             fits = most_after >= 0
             max_term = np.where(fits, self.max_term(mode, replicas), math.inf) if fits.any() else never
             yield replicas, _Choice(max_term, most_after, float(max_term.min(initial=math.inf)))

@@ -19,6 +19,7 @@ from autopar.planner.pricers import with_pricer
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import Devices, check_loss_and_target, check_module, devices_at_hand, need_example
 from autopar.runtime.ranks.parameters.holders import check_captured
+from autopar.runtime.ranks.parameters.model_tables import check_plain
 from autopar.runtime.ranks.world import together
 from cost_models import Cluster
 
@@ -52,6 +53,8 @@ def _by_hand(
             parsed = devices_at_hand(model, devices, None, world)
 
         def captured(model: nn.Module) -> Example:
+            if world is not None:
+                check_plain(model)  # a change of the plan captures the model again
             return capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
 
         example = captured(model)

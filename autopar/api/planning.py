@@ -30,6 +30,7 @@ from autopar.runtime.arguments import (
 )
 from autopar.runtime.building import as_wanted, deciding, pipelined, pricing
 from autopar.runtime.ranks.module import check_options
+from autopar.runtime.ranks.parameters.model_tables import check_plain
 from autopar.runtime.ranks.planning import plan_together
 from autopar.runtime.ranks.world import together
 from autopar.runtime.signatures.dynamic import open_sizes
@@ -112,6 +113,8 @@ def plan(
         parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
 
         def captured(model: nn.Module) -> Example:
+            if world is not None:
+                check_plain(model)  # a change of the plan captures the model again
             how: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "batch_dim": chosen.batch_dim}
             return capture_example(model, parsed, args, kwargs, strict=chosen.strict, **how)
 

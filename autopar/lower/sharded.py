@@ -396,8 +396,12 @@ def run_special(name: str, calls: list[Any], *, strategy: Any, mesh: tuple[int, 
 
 
 def has_sparse_gradient(node: fx.Node) -> bool:
-    """Whether the node is an embedding whose gradient has only the rows that were read."""
-    return operator_name_of(node) == "embedding" and node.args[4:5] == (True,)
+    """Whether the node gives what it reads a gradient that has only the rows that were read, as embeddings may."""
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name in ("sparse", "sparse_grad"):
+            return bool(node.args[place] if place < len(node.args) else node.kwargs.get(argument.name))
+    return False
 
 
 def _is_floating(node: fx.Node) -> bool:

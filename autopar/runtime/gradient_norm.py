@@ -113,7 +113,7 @@ def _clipped(
 
 def _counts_here(world: World, placed: Sequence[RankParameters], parameter: torch.Tensor) -> bool:
     """Whether this rank's part of a parameter counts here: other ranks may hold the same."""
-    if not isinstance(parameter, DTensor) or any(one.is_unread(parameter) for one in placed):
+    if not isinstance(parameter, DTensor) or any(one.is_everywhere(parameter) for one in placed):
         return world.rank == 0  # every rank has it whole
     if not any(one.has(parameter) and one.is_first_holder(parameter) for one in placed):
         return False

@@ -568,10 +568,13 @@ def shares_refused() -> dict[str, str]:
     return found
 
 
-def sparse_gradients() -> str:
+def sparse_gradients(table: type[nn.Module], sharded: bool) -> str:
     """The message for an embedding with sparse gradients."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(32, 8, sparse=True), nn.Linear(8, 8))
-    pm = autopar.parallelize(model, plan=autopar.Plan.from_split({"0": 0, "1": 1}, n_microbatches=2))
+    model = nn.Sequential(table(32, 8, sparse=True), nn.Linear(8, 8))
     x = torch.randint(0, 32, (4, 3))
-    return message_of(lambda: pm.train_step(x, target=torch.zeros(4, 3, 8), loss_fn=functional.mse_loss))
+    plan = autopar.Plan.from_split({"0": 0, "1": 1}, n_microbatches=1)
+    if sharded:
+        plan = autopar.Plan.by_hand(model, None, example_args=(x,), data=2)
+    pm = autopar.parallelize(model, plan=plan)
+    return message_of(lambda: pm.train_step(x, loss_fn=torch.mean))

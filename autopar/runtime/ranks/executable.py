@@ -81,8 +81,8 @@ class RankExecutable(Executable):
         super().__init__(
             program, lowered, placements, schedule, lookup, chunks=chunks, compiled=compiled, watch_nan=watch_nan
         )
-        leaves = ((one.stage.index, leaf) for one in self.replicas for leaf in one.leaves)
-        self.sums = GradientSums(parameters.buckets, leaves, world.device, world.carrier)
+        self._buckets = parameters.buckets
+        self.sums = self._new_sums()
         self.slot = next((i for i, w in enumerate(self.workers) if not isinstance(w, RemoteWorker)), -1)
         slots: dict[int, tuple[int, ...]] = {}
         for row, grid in zip(self._replicas, self.grids, strict=True):
@@ -144,6 +144,18 @@ class RankExecutable(Executable):
         return [[a for a in table if not (only_backward and a.phase is Phase.FORWARD)] for table in tables]
 
     # -- tensors ----------------------------------------------------------------------------------------------------
+
+    def follow_parameters(self) -> None:
+        """Before a call: from now on, all ranks add up gradients of parameters that calls have read since, too."""
+        if self._buckets is not self._rank_parameters.buckets:
+            self._buckets = self._rank_parameters.buckets
+            self.parameters = [*self._rank_parameters.parameters.values(), self._anchor]
+            self._by_id = {id(p): p for p in self.parameters}
+            self.sums = self._new_sums()
+
+    def _new_sums(self) -> GradientSums:
+        leaves = ((one.stage.index, leaf) for one in self.replicas for leaf in one.leaves)
+        return GradientSums(self._buckets, leaves, self.world.device, self.world.carrier)
 
     def refresh(self) -> None:
         """Bring the leaves up to date with this rank's parameters, and buffers with the model's. Collective."""
@@ -261,7 +273,7 @@ class RankExecutable(Executable):
         for piece in stage.pieces:
             whole = self.whole_tensor(piece.name)
             if isinstance(whole, nn.Parameter):
-                parameter = self._rank_parameters.of(whole, piece)
+                parameter = self._rank_parameters.of(whole)
                 if id(parameter) not in leaves:
                     local = nn.Parameter(self._rank_parameters.read(parameter), parameter.requires_grad)
                     leaves[id(parameter)] = ParameterLeaf(id(parameter), local, piece, (0, 0))

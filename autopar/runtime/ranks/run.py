@@ -27,6 +27,7 @@ from autopar.runtime.ranks.losses import SharedLosses
 from autopar.runtime.ranks.messages.packing import Values
 from autopar.runtime.ranks.messages.shapes import SentValues
 from autopar.runtime.ranks.messages.wire import Wire
+from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.own_parameters import refuse_dtensors, refused_in
 from autopar.runtime.ranks.parameters.own import RankParameters
 from autopar.runtime.ranks.shared_outputs import SharedOutputs
@@ -62,6 +63,8 @@ class RankRun(Run):
         assert isinstance(run.executable, RankExecutable)
         super().__init__(run.executable, run.call, run.lock, device_context=run._device_context, recorder=run._recorder)
         self._rank_parameters = placed
+        run.executable.follow_parameters()
+        self._buckets = placed.buckets
         self._shares, self._agreement, self._accumulates = shares, agreement, accumulates
         self._made: dict[int, tuple[torch.Size, torch.dtype]] = {}  # the outputs of the forward that are tensors
         self._wire: Wire | None = None
@@ -179,6 +182,14 @@ class RankRun(Run):
         self._rank_parameters.failed = True  # unless it gets to the end
         if training:
             sums, one = self.executable.sums, self._rank_parameters
+            if one.apart.waiting and one.buckets is not self._buckets:
+                raise on_all_ranks(
+                    InputError(
+                        "this call began before another one, which was the first to read some parameters, and "
+                        "accumulate() has left gradients of these apart: go back through calls in the order in which "
+                        "they began"
+                    )
+                )
             sums.apart = self._accumulates
             sums.leave_out(one.changes.frozen.keys, waiting=one.apart.waiting)
             sums.waiting = {} if sums.apart else one.apart.take({key: one.parameters[key] for key in sums.apart_keys})

@@ -182,6 +182,7 @@ class RankSignatures(Signatures):
         check_supported(plan, lowered, stages, whole)
         borrowed: Sequence[Borrowed] = ()
         if self.parameters.placed:
+            self.parameters.read_later(lowered, stages, whole)
             hollow_stages(lowered)
             borrowed = self.parameters.borrowed(lowered, stages, whole)
             _refuse_written(borrowed, lowered)

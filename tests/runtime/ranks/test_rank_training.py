@@ -29,6 +29,7 @@ from rank_training import (
     sparse_gradients,
     whole_batch_loss,
 )
+from torch import nn
 
 TOLERANCE = 1e-9  # in float64
 
@@ -96,8 +97,10 @@ def test_shares_that_make_no_batch_are_refused(ranks: RankPool) -> None:
 
 
 @slow
-def test_sparse_gradients_are_refused(ranks: RankPool) -> None:
-    for message in ranks.run(sparse_gradients, 2):
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sparse_gradients_are_refused(ranks: RankPool, table: type[nn.Module], sharded: bool) -> None:
+    for message in ranks.run(sparse_gradients, 2, table, sharded):
         assert re.match("PlanError: .*trains '0.weight' with sparse gradients", message), message
 
 

@@ -112,8 +112,9 @@ class OwnGradientCheck:
     def __init__(self, gradients: ApartGradients, key: int) -> None:
         self._gradients, self._key = gradients, key
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._gradients.check(self._key, gradient)
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # autograd calls hooks where there is none, too
+            self._gradients.check(self._key, gradient)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ Gradients are then scattered over rows and added up over columns, and values are
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ import torch
 
 from autopar.capture.program import Program
 from autopar.errors import PlanError
+from autopar.lower import collectives
 from autopar.lower.sharded import Piece, has_sparse_gradient
 from autopar.lower.stages import Lowered, StageProgram
 from autopar.plan.plan import Plan
@@ -242,13 +244,16 @@ def check_supported(
 def with_sparse_gradients(stage: StageProgram) -> list[str]:
     """The names of embeddings' weights whose gradients are sparse where they are trained."""
     names = {piece.attribute: piece.name for piece in stage.pieces}
-    read = [
-        names.get(str(n.target), "")
-        for node in filter(has_sparse_gradient, stage.module.graph.nodes)
-        for n in node.all_input_nodes
-        if n.op == "get_attr"
-    ]
-    return [name for name in read if name]
+    found: dict[str, None] = {}
+    for node in filter(has_sparse_gradient, stage.module.graph.nodes):
+        sources = [node.all_input_nodes[0]]  # the table of rows
+        while sources:
+            source = sources.pop()
+            if source.op == "get_attr" and str(source.target) in names:
+                found[names[str(source.target)]] = None
+            elif source.target is operator.getitem or getattr(source.target, "__module__", "") == collectives.__name__:
+                sources += source.all_input_nodes
+    return list(found)
 
 
 def sparse_problem(name: str) -> str:

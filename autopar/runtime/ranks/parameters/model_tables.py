@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -26,11 +27,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.capture import torch_private_ranks
 from autopar.errors import InputError
+from autopar.runtime.ranks.one_message import on_all_ranks
 
 _COPY = (
     "write the values into the placed one (with torch.no_grad(): p.copy_(torch.distributed.tensor.distribute_tensor("
     "values, p.device_mesh, p.placements))), or assign {} before the first call"
 )
+
+
+_placed: WeakSet[nn.Module] = WeakSet()  # modules of this process whose tensors are on ranks
 
 
 @dataclass
@@ -66,6 +71,7 @@ class ModelTables:
         for path, module in model.named_modules():
             for table in (module._parameters, module._buffers):
                 for name, before in table.items():
+                    _placed.add(module)
                     if before is not None:
                         full = f"{path}.{name}" if path else name
                         after = new[id(before)]
@@ -168,6 +174,27 @@ class ModelTables:
     def is_complete(self) -> bool:
         """Whether this rank has a part of every parameter."""
         return all(entry.after is not None for entry in self._entries if entry.is_parameter)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise InputError, on all ranks, for a model that is in parts already."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    part = next((name for name, tensor in tensors if isinstance(tensor, DTensor)), None)
+    placed = next((path for path, module in model.named_modules() if module in _placed), None)
+    if placed is not None:
+        what = f"its module '{placed}' is" if placed else "it is"
+        problem = f"a plan has placed {type(model).__name__} on ranks before: {what} in another pipelined module"
+    elif part is not None:
+        problem = f"'{part}' is a DTensor before the first call"
+    else:
+        return
+    raise on_all_ranks(
+        InputError(
+            f"{problem}; autopar takes models of plain tensors: to follow another plan, build the model anew and load "
+            "a checkpoint (autopar.save, autopar.load); to train models that share a module, parallelize one model "
+            "that contains them"
+        )
+    )
 
 
 def _show(values: Iterable[tuple[_Entry, torch.Tensor | None]]) -> None:

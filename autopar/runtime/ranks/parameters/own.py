@@ -6,7 +6,8 @@
    rank 1 afterwards              h.1.weight, head.weight                               DTensors on the mesh of stage 1
 ```
 A mesh has one device where a stage is not sharded: optimizers take lists of DTensors, or of plain tensors, not both.
-A parameter that no stage reads stays whole on every rank, as a DTensor on the mesh of the rank's others.
+A parameter that no stage reads stays whole on every rank, as a DTensor on the mesh of the rank's others, also where a
+later call reads it (later_reads.py).
 
 Captures need the whole model's shapes. While a call is bound to its program (`whole`), the tables have the parameters
 that the model was built with again, but hollow: a single NaN in memory, which every entry of the tensor reads.
@@ -30,8 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autopar.capture import torch_private, torch_private_ranks
 from autopar.capture.module_state import named_tensors
-from autopar.errors import InputError, PlanError
-from autopar.lower.sharded import Piece
+from autopar.errors import InputError
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
 from autopar.runtime.initial_values.missing_values import follow, hollow, is_hollow
@@ -40,9 +40,10 @@ from autopar.runtime.ranks.gradients.buckets import Bucket, buckets_of
 from autopar.runtime.ranks.gradients.gathered import GatheredValues
 from autopar.runtime.ranks.parameters.frozen_parameters import FrozenParameters
 from autopar.runtime.ranks.parameters.holders import Holding, StageGrid, holdings
+from autopar.runtime.ranks.parameters.later_reads import check_held, newly_read
 from autopar.runtime.ranks.parameters.meshes import StageMeshes
 from autopar.runtime.ranks.parameters.model_changes import ModelChanges
-from autopar.runtime.ranks.parameters.model_tables import ModelTables
+from autopar.runtime.ranks.parameters.model_tables import ModelTables, check_plain
 from autopar.runtime.ranks.parameters.optimizer_watch import OptimizerWatch
 from autopar.runtime.ranks.parameters.optimizers import check_works
 from autopar.runtime.ranks.parameters.part_guard import PartGuard
@@ -84,9 +85,10 @@ class RankParameters:
         self.changes = ModelChanges(world, self._tables)
         self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
         self._holdings: dict[int, dict[int, Holding]] = {}
+        self._everywhere: set[int] = set()  # ids of those that no stage of the first call reads
         self._gathered = GatheredValues(world.carrier)
         self.buckets: tuple[Bucket, ...] = ()  # of parameters that other ranks read, too
-        self.parameters: dict[int, nn.Parameter] = {}  # that this rank's stages read, by id
+        self.parameters: dict[int, nn.Parameter] = {}  # that stages of this rank, or of all, read; by id
         self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
         self.apart = ApartGradients(world)
         self._watch = OptimizerWatch(world, self)
@@ -141,7 +143,10 @@ class RankParameters:
         """What this rank has in the place of a parameter or buffer. One that no stage reads, every rank keeps."""
         held = self._holdings.get(id(tensor))
         if held is None:
-            return self._kept_whole(tensor) if isinstance(tensor, nn.Parameter) else tensor
+            if not isinstance(tensor, nn.Parameter):
+                return tensor
+            self._everywhere.add(id(tensor))
+            return self._kept_whole(tensor)
         mine = held.get(self._world.rank)
         if mine is None:
             return None
@@ -195,9 +200,12 @@ class RankParameters:
         return self._tables.whole()
 
     def check_known(self) -> None:
-        """Inside `whole`, raise InputError for parameters that the model did not have when they were placed."""
+        """Inside `whole`, raise InputError for parameters that the model did not have when they were placed; before
+        that, for a model that is in parts already."""
         if self._tables:
             self._tables.check_known(self._model)
+        else:
+            check_plain(self._model)
 
     def check_data(self) -> None:
         """Raise InputError for values that were assigned to a parameter's `.data`: the parameter does not have them."""
@@ -206,25 +214,27 @@ class RankParameters:
 
     # -- use --------------------------------------------------------------------------------------------------------
 
-    def of(self, tensor: torch.Tensor, piece: Piece) -> nn.Parameter:
-        """This rank's parameter in the place of the one that the model was built with. Raises PlanError for another
-        piece of it than it has."""
-        held = self._holdings.get(id(tensor), {}).get(self._world.rank)
-        new = self._new.get(id(tensor))
-        if (
-            held is None
-            or not isinstance(new, nn.Parameter)
-            or (held.piece.layout, held.piece.place)
-            != (
-                piece.layout,
-                piece.place,
-            )
-        ):
-            raise PlanError(
-                f"rank {self._world.rank} needs '{piece.name}' for a call of another mode or size than the first, and "
-                "the plan placed it elsewhere; make the plan in the mode in which the model trains"
-            )
+    def of(self, tensor: torch.Tensor) -> nn.Parameter:
+        """This rank's parameter in the place of the one that the model was built with."""
+        new = self._new[id(tensor)]
+        assert isinstance(new, nn.Parameter), "stages read what their ranks hold (`read_later`)"
         return new
+
+    def read_later(self, lowered: Lowered, stages: Sequence[StageGrid], whole: Mapping[str, torch.Tensor]) -> None:
+        """The stages of a later call are about to read parameters. Collective.
+
+        `whole`: the tensors that the model was built with, by name. Raises PlanError on all ranks for a piece that a
+        rank does not have.
+        """
+        check_held(lowered, stages, whole, self._holdings, self._everywhere)
+        found = newly_read(lowered, stages, whole, self._holdings, self._everywhere, self._world.size)
+        if not found:
+            return
+        self._holdings |= found
+        groups = self._world.groups([tuple(range(self._world.size))])
+        self.buckets = (*self.buckets, *buckets_of(self._world.rank, found, self._new, groups))
+        self.parameters |= {id(new): new for key in found if isinstance(new := self._new[key], nn.Parameter)}
+        self.apart.is_shared |= self._world.size > 1
 
     def borrowed(
         self, lowered: Lowered, stages: Sequence[StageGrid], whole: Mapping[str, torch.Tensor]
@@ -350,10 +360,9 @@ class RankParameters:
         found = {id(p): p for p in (self._new.get(id(g), g) for g in given) if p is not None}
         return list(found.values())
 
-    def is_unread(self, parameter: torch.Tensor) -> bool:
-        """Whether this is a parameter of this rank that no stage reads, so that every rank has it whole."""
-        key = self._old.get(id(parameter))
-        return key is not None and key not in self._holdings
+    def is_everywhere(self, parameter: torch.Tensor) -> bool:
+        """Whether this is a parameter that every rank has whole, because no stage of the first call reads it."""
+        return self._old.get(id(parameter)) in self._everywhere
 
     def is_first_holder(self, parameter: torch.Tensor) -> bool:
         """Whether this rank's stage is the first of those that hold a parameter: several do if it is tied."""

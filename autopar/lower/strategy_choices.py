@@ -92,6 +92,11 @@ class StrategyChoices:
         if [rule.operands[i] for i in places] != operands_of(node):
             return None
         match = self._completed(rule, wanted)
+        if match is None and len(wanted.inputs) != len(rule.operands):
+            match = self._of_other_operands(rule, wanted)
+            if match is None:
+                self.undivided.append(str(key))
+                return None
         if match is None:
             example = bind(node, _as_in_example)
             if example is not None and self._completed(example, wanted) is not None:
@@ -123,6 +128,14 @@ class StrategyChoices:
 
     def _completed(self, rule: Rule, wanted: OperatorPlacements) -> Strategy | None:
         return strategy_with(self._even(rule), wanted, self._sharding.mesh)
+
+    def _of_other_operands(self, rule: Rule, wanted: OperatorPlacements) -> Strategy | None:
+        """For a call with or without an optional operand, such as an attention mask, that the plan's call differs in:
+        the strategy with the same placements otherwise."""
+        n = min(len(wanted.inputs), len(rule.operands))
+        every = strategies(self._even(rule), self._sharding.mesh)
+        same = (one for one in every if (one.inputs[:n], one.outputs) == (wanted.inputs[:n], wanted.outputs))
+        return next(same, None)
 
     def _even(self, rule: Rule) -> Rule:
         """Sizes that depend on the batch as if every mesh could cut them: `share` checks that when the stage runs."""

@@ -25,6 +25,7 @@ from benchmarks.published_runs.models import GPTSizes, LlamaSizes, Sizes, has_fu
 from benchmarks.published_runs.tables import Row, RowError, read_rows
 from benchmarks.published_runs.vtrain import HDR, TRACED_A100
 from benchmarks.published_runs.vtrain import NVLINK as VTRAIN_NVLINK
+from cost_models.clusters.cluster_file import MOST_DEVICES
 from cost_models.collectives.overlap import SERIAL
 from cost_models.hardware.device_specs import device_spec
 
@@ -127,6 +128,8 @@ def _checked_gpus(row: Row) -> int:
 def _whole_nodes(row: Row, column: str, gpus: int) -> int:
     if gpus > NODE and gpus % NODE:
         row.wrong(column, f"needs whole nodes of {NODE} devices, got {gpus} devices")
+    if gpus > MOST_DEVICES:
+        row.wrong(column, f"a cluster has at most {MOST_DEVICES} devices, got {gpus}")
     return gpus
 
 

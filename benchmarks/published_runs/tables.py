@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import csv
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+log = logging.getLogger(__name__)
 _Read = TypeVar("_Read")
 _NOTHING = ("", "-", "n/a", "na", "nan", "none")  # in cells of figures that were not published
 
@@ -70,8 +72,15 @@ class Row:
         return tuple(self.count(column) for column in columns)
 
     def gib(self, column: str) -> float | None:
-        """Bytes; None where the cell says nothing."""
-        return self.number(column) * 2**30 if self.has(column) else None
+        """Bytes; None where the cell says nothing, or no number, of which there is a warning: the row's other figures
+        count."""
+        if not self.has(column):
+            return None
+        try:
+            return self.number(column) * 2**30
+        except RowError as error:
+            log.warning("%s; it is left out", error)
+            return None
 
     def check_width(self) -> None:
         """Raise RowError for cells beyond the last column."""

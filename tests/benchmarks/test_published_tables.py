@@ -24,6 +24,7 @@ from benchmarks.published_runs.tables import Row, RowError
     ("column", "value"),
     [
         *(("heads", "many"), ("hidden", ""), ("layers", "2.5"), ("gpus", "-8"), ("gpus", "20"), ("tp", "7")),
+        ("gpus", "800000"),
         *(("micro_batch", "5"), ("vlayers", "7"), ("tflops_per_gpu", "nan")),
     ],
 )
@@ -65,11 +66,14 @@ def test_a_bad_figure_among_several_leaves_the_others(tmp_path: Path) -> None:
     assert [(one.name, one.column) for one in table.unread] == [("line 3", "intra_only"), ("line 4", "intra_only")]
 
 
-@pytest.mark.parametrize("memory", ["", "n/a", "-"])
-def test_a_row_without_a_figure_of_memory_has_its_step(memory: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", ["", "n/a", "-", "x", "-3"])
+def test_a_row_without_a_figure_of_memory_has_its_step(
+    memory: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     table = read_cases(written(tmp_path / "t.csv", B200, f"llama3-70b,12,2,1,4,1,1,4096,4,725.5,{memory},62.53"))
     assert table is not None
     assert [(one.published, one.memory) for one in table.cases] == [(725.5, None)]
+    assert ("column 'peak_allocated_gib'" in caplog.text) == (memory in ("x", "-3"))
 
 
 @pytest.mark.parametrize("text", [
@@ -123,7 +127,7 @@ def test_files_that_are_no_tables_leave_the_others(tmp_path: Path, capsys: pytes
         assert line in printed
 
 
-CELLS = ["", "0", "1", "2", "3", "8", "16", "-1", "2.5", "1e3", "1e400", "nan", "x", "8B", "llama3-70b", "70B", "eager"]
+CELLS = ["", *"0 1 2 3 8 16 800000 -1 2.5 1e3 1e400 nan x 8B llama3-70b 70B eager".split()]
 
 
 @given(st.sampled_from([MEGATRON, VTRAIN, B200, TORCHTITAN, ALPA]), st.data())

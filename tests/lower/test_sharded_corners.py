@@ -365,3 +365,32 @@ def test_buffers_that_a_call_writes_and_reads_are_the_models(mesh: tuple[int, ..
             sum_of_squares(module(x)).backward()
         assert_same_tensors(model, original)
         assert_same_gradients(gradients(model), gradients(original), 1e-9)
+
+
+class Masked(nn.Module):
+    """Attention whose mask a call may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.end = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        found, _ = self.attention(x, x, x, attn_mask=mask, need_weights=False)
+        return self.end(x + found)
+
+
+@pytest.mark.parametrize("planned_with", [False, True])
+def test_a_call_may_have_another_mask_than_the_plans(planned_with: bool) -> None:
+    """An operand more, or less, than the strategies of the plan have."""
+    model, x = Masked().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    masks = [None, torch.triu(torch.ones(6, 6), 1).bool()]
+    example = {"mask": masks[planned_with]}
+    plan = Plan.by_hand(model, ["cpu"] * 2, example_args=(x,), example_kwargs=example, tensor=2)
+    pm = autopar.parallelize(model, ["cpu"] * 2, plan=plan)
+    for mask in (masks[planned_with], masks[not planned_with]):
+        out, wanted = pm(x, mask=mask), original(x, mask=mask)
+        assert_same_outputs(out, wanted)
+        sum_of_squares(out).backward()
+        sum_of_squares(wanted).backward()
+        assert_same_gradients(gradients(pm), gradients(original))

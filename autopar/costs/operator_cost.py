@@ -45,6 +45,17 @@ class Weight(NamedTuple):
         whole = self.nbytes if self.precision is None else self.elements * self.precision.gradient
         return whole / (self.gradient_parts or self.parts)
 
+    @property
+    def fresh_gradient(self) -> float:
+        """Bytes of a micro-batch's gradient on each device, beside the sum over micro-batches that it is added to.
+
+        Sums in a wider type are added to in the kernel that makes the gradient, as in Megatron-LM (its option
+        --no-gradient-accumulation-fusion turns it off). One that is scattered counts as gathered (`gathered_bytes`).
+        """
+        wider = self.precision is not None and self.precision.gradient > self.precision.parameter
+        scattered = self.gradient_parts not in (None, self.parts)
+        return 0.0 if not self.trained or wider or scattered else self.gradient
+
     def state(self, optimizer: str) -> float:
         """Bytes of the optimizer's state, and of a master copy, on each device."""
         if not self.trained:

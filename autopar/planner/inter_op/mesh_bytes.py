@@ -24,8 +24,9 @@ def operators_on_mesh(
 ) -> dict[str, OperatorCost]:
     """The costs of all operators, with the bytes of each device of the mesh.
 
-    Parameters that an operator gathers are there while it runs. A micro-batch gathers as much whatever its size, so the
-    bytes "of the whole batch" are `n_microbatches` times as many.
+    Parameters that an operator gathers are there while it runs, and so is the gradient that it makes of its parameters
+    beside the sum over micro-batches. Both are as many bytes whatever a micro-batch's size, so the bytes "of the whole
+    batch" are `n_microbatches` times as many.
     """
     weights, keeping = _weights(program, solution, kind), _Keeping(program, facts, solution)
     scattering = Scattering(solution.mesh, cluster, n_microbatches)
@@ -62,11 +63,15 @@ def operators_on_mesh(
             changes |= keeping.of(node)
         if whole.parameters:
             represented = program.represented[node]
-            changes["parameters"] = {
+            read = {
                 storage: weight._replace(**weights.get(represented.get(storage), {}))
                 for storage, weight in whole.parameters.items()
             }
-        found[node] = whole.with_bytes(**alike[key], **changes)
+            changes["parameters"] = read
+            if n_microbatches > 1:
+                fresh = sum(weight.fresh_gradient for weight in read.values()) * n_microbatches
+                changes["allocated_bytes"] = alike[key]["allocated_bytes"] + fresh
+        found[node] = whole.with_bytes(**{**alike[key], **changes})
     return found
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         InputError,
         NotANumberError,
         PlanError,
+        WrongCallError,
     )
     from autopar.hints.layout import Layout
     from autopar.hints.module_hints import clear_hints, keep_together, pipeline_stage, recompute
@@ -68,6 +69,7 @@ __all__ = [
     "Report",
     "Saving",
     "StepProfile",
+    "WrongCallError",
     "__version__",
     "accuracy",
     "clear_hints",

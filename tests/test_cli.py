@@ -294,6 +294,7 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         ((*ON_CPU, "--price-per-device-hour", "2"), "it is for the report: give --html as well", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean 'tensor'?", 2),
         ((*ON_CLUSTER, "--by-hand", "tensor"), "is not NAME=DEGREE=VALUE", 2),
+        ((*ON_CLUSTER, "--by-hand", "tensor=2,zero=1"), "it has no name; write NAME=tensor=2,zero=1", 2),
         ((*ON_CLUSTER, "--by-hand", "tensor", "--by-hand", "b=zero="), "zero has no value", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=2,tensor=1"), "it gives tensor twice", 2),
         ((*ON_CLUSTER, *TWICE), "another plan has the name 'mine'; give this one another", 2),

@@ -87,6 +87,8 @@ def _named_degrees(entry: str) -> tuple[str, dict[str, Any], list[str]]:
     name, equals, text = entry.partition("=")
     if not (name and equals and text):
         return name, {}, ["it is not NAME=DEGREE=VALUE,..."]
+    if name in _BY_HAND and "=" not in text.partition(",")[0]:
+        return name, {}, [f"it has no name; write NAME={entry}"]
     degrees: dict[str, Any] = {}
     problems = []
     for part in text.split(","):

@@ -156,7 +156,7 @@ def comparison_report(comparison: Comparison, command: str | None = None) -> Rep
     rounds = len(comparison.single.steps)
     fastest = min(comparison.rows, key=lambda row: row.measured)
     figures = [
-        Figure("shortest median step of autopar", seconds_text(fastest.measured), fastest.name),
+        Figure("shortest median step of these plans", seconds_text(fastest.measured), fastest.name),
         Figure("rounds", f"{rounds}", "everything took its turn in each"),
         *_utilisation(comparison, fastest),
         *rounds_figures(comparison, fastest),

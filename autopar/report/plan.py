@@ -99,7 +99,12 @@ def _headline(plan: Plan) -> str:
     lines = [paragraph(", ".join(words), others="  ")]
     if plan.predicted_step_time is not None and plan.priced_step_time is not None:
         numbers = [f"predicted step {milliseconds(plan.priced_step_time)} ms"]
-        if plan.measured_step_time is not None:
+        if plan.measured_step_time is not None and plan.priced_step_time != plan.predicted_step_time:
+            numbers = [
+                f"measured step {milliseconds(plan.measured_step_time)} ms",
+                f"predicted before it ran {milliseconds(plan.priced_step_time)} ms",
+            ]
+        elif plan.measured_step_time is not None:
             threads = f" with {_count(plan.measured_threads, 'thread')}" if plan.measured_threads else ""
             numbers[0] += " with a worker's threads" if threads else ""
             numbers.append(f"measured {milliseconds(plan.measured_step_time)} ms{threads}")

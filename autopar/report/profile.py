@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from autopar.costs.profile import Cost, Pass, Profile
+from autopar.errors.numbers import digits
 from autopar.plan.display import shown
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 
@@ -71,7 +72,7 @@ def _table(profile: Profile, what: str, costs: tuple[Cost, ...] | list[Cost]) ->
 
 
 def _rate(one: Pass) -> str:
-    return f"{one.rows / (one.forward + one.backward):.4g}" if one.forward + one.backward else "-"
+    return digits(one.rows / (one.forward + one.backward)) if one.forward + one.backward else "-"
 
 
 def _gigabytes(bandwidth: float) -> str:

@@ -37,6 +37,8 @@ def refuse_estimated(options: Mapping[str, Any]) -> None:
 def check_module(model: object) -> None:
     """Raise InputError for what is no module, or one that cannot run as a pipeline."""
     if not isinstance(model, nn.Module):
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            raise InputError(f"model is the class {model.__name__}; give an object of it, {model.__name__}(...)")
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_model(model)
 

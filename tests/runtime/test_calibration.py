@@ -112,7 +112,7 @@ def test_a_plan_that_ran_shows_what_was_predicted_before() -> None:
     ran = replace(pipeline(2, 4), measured_step_time=2.4)
     now = PresentSpeed.of([]).applied(ran, [2.4])
     assert (now.predicted_step_time, now.priced_step_time) == pytest.approx((2.4, 2.0))
-    assert "predicted step 2000 ms, measured 2400 ms" in " ".join(str(now).split())
+    assert "measured step 2400 ms, predicted before it ran 2000 ms" in " ".join(str(now).split())
     others = replace(now, measured_threads=4)  # other threads than predictions are for: another plan's steps scale
     assert others.priced_step_time == others.predicted_step_time
     assert ran.priced_step_time == ran.predicted_step_time

@@ -159,6 +159,20 @@ def test_a_plan_made_for_a_call_serves_the_models_own_loss() -> None:
     assert pm.plan is plan
 
 
+def test_a_plan_for_all_forwards_before_all_backwards_is_made_anew_for_steps_of_the_models_own_loss() -> None:
+    batch = _classes(BATCH)
+    options: dict[str, Any] = {"n_microbatches": 3, "max_replicas": 1, "tune": 0, "cache": False}
+    pm = autopar.parallelize(ReturnsLoss("tuple"), ["cpu", "cpu"], example_kwargs=batch, **options)
+    assert pm.plan is not None
+    assert pm.plan.barrier
+    pm.train_step(**batch)
+    plan = pm.plan
+    assert not plan.barrier
+    pm(**batch)
+    pm.train_step(**batch)
+    assert pm.plan is plan
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 @pytest.mark.parametrize("whole", [False, True])

@@ -73,7 +73,11 @@ def _curves(subject: Subject, places: Sequence[DeviceMemory]) -> Curves:
 def _enlarged(places: Sequence[DeviceMemory], top: float) -> str:
     """A remark on the title where a limit is too far above the drawing to be shown."""
     far = [one.usable for one in places if one.usable is not None and limit_in_sight(one) is None]
-    return f", enlarged: the limit of {size_text(min(far))} is {digits(min(far) / top)} times as high" if far else ""
+    return (
+        f", enlarged: the limit of {size_text(min(far))} is {digits(min(far) / top)} times the height of the chart"
+        if far
+        else ""
+    )
 
 
 _MOVING = "activations and workspace"

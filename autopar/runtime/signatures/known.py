@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from autopar.analysis.example import END_OF_MODEL, Example, has_backward, ordinary, under_default_device
+from autopar.analysis.example import END_OF_MODEL, Example, LossFunction, has_backward, ordinary, under_default_device
 from autopar.analysis.loss import LossSplit
 from autopar.analysis.own_loss import check_own_loss, own_loss
 from autopar.capture.program import Program
@@ -44,12 +44,17 @@ class _Decision:
     plan: Plan
     knows_loss: bool  # the last stage has room for the loss; the model's own is part of the program
 
-    def holds_for(self, program: Program, *, training: bool, loss: bool) -> bool:
+    def holds_for(self, program: Program, *, training: bool, loss: LossFunction | None) -> bool:
         return (
             (self.plan.training or not training)
-            and (self.knows_loss or not loss)
+            and (loss is None or self._serves(loss))
             and (self.plan.batch_size != 1 or program.batch_size <= 1)  # one sample cannot show how to split a batch
         )
+
+    def _serves(self, loss: LossFunction) -> bool:
+        """Whether it serves steps with `loss`. The model's own needs no room besides, but backwards need not wait."""
+        waits = self.plan.barrier and self.plan.n_microbatches > 1
+        return self.knows_loss or (loss is own_loss and not waits)
 
 
 class Signatures:
@@ -170,9 +175,7 @@ class Signatures:
         training = has_backward(self._model, program, call.loss)
         key = bucket(self.settings.dynamic, self._model, call.args, call.kwargs, bound.leaves)
         decision = self._decisions.get(key)
-        if decision is not None and decision.holds_for(
-            program, training=training, loss=call.loss not in (None, own_loss)
-        ):
+        if decision is not None and decision.holds_for(program, training=training, loss=call.loss):
             plan = with_notes(decision.plan, program.uncaptured)
             if plan is not decision.plan:
                 self._decisions[key] = replace(decision, plan=plan)

@@ -9,10 +9,32 @@ import torch
 
 from autopar.analysis.loss_functions import title_of
 from autopar.capture import torch_private
-from autopar.errors import InputError
+from autopar.errors import AutoparError, InputError
+
+Loss = Callable[[Any, Any], Any]
 
 
-def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any], output: Any) -> torch.Tensor:
+def computed_loss(function: Loss, output: Any, target: Any, loss_fn: Loss | None = None) -> torch.Tensor:
+    """What the loss gives. Its errors get a note; InputError if no backward can start from its result.
+
+    `loss_fn`: the user's, for messages, where `function` wraps it.
+    """
+    try:
+        loss = function(output, target)
+    except Exception as error:
+        if not isinstance(error, AutoparError):
+            got = ", ".join(f"{name} {_described(value)}" for name, value in (("output", output), ("target", target)))
+            error.add_note(f"{title_of(loss_fn or function)} raised this, for {got}")
+        raise
+    return checked_loss(loss, loss_fn or function, output)
+
+
+def _described(value: Any) -> str:
+    """Shape and dtype of a tensor; else its class."""
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def checked_loss(loss: Any, loss_fn: Loss, output: Any) -> torch.Tensor:
     """`loss`, which `loss_fn` returned for `output`, if a backward can start from it. Raises InputError."""
     if type(loss) is torch.Tensor and loss.dim() == 0 and not loss.is_complex():  # most losses: not fake, one element
         return loss
@@ -36,7 +58,7 @@ def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any], output: Any) -> 
     return loss
 
 
-def check_trains(has_gradient: bool, loss_fn: Callable[[Any, Any], Any]) -> None:
+def check_trains(has_gradient: bool, loss_fn: Loss) -> None:
     """Raise InputError if no backward can start from the loss of a batch."""
     if not has_gradient:
         raise InputError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from autopar.analysis.checked_loss import check_trains, checked_loss
+from autopar.analysis.checked_loss import check_trains, computed_loss
 from autopar.analysis.loss_functions import title_of
 from autopar.analysis.loss_objects import restored
 from autopar.capture import torch_private
@@ -257,8 +258,8 @@ class Calls:
             device = device_of(outputs)
             target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)
             without_values = device.type == "meta"
-            found = _without_values(loss_fn, beside, output, target) if without_values else loss_fn(output, target)
-            checked = checked_loss(found, loss_fn, output)
+            function = partial(_without_values, loss_fn, beside) if without_values else loss_fn
+            checked = computed_loss(function, output, target, loss_fn)
             # An output that needs a gradient is differentiated next, from the loss.
             wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in outputs)
             check_trains(checked.requires_grad or not wanted, loss_fn)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -116,8 +118,13 @@ def example_call(args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) ->
     return tuple(args or ()), dict(kwargs or {})
 
 
-def check_loss_and_target(loss_fn: LossFunction | None, target: object) -> None:
-    """Raise InputError for one without the other, and for a loss that is no function."""
+def check_loss_and_target(
+    loss_fn: LossFunction | None, target: object, call: tuple[nn.Module, Mapping[str, Any]] | None = None
+) -> None:
+    """Raise InputError for one without the other, and for a loss that is no function.
+
+    `call`: the model and the keyword arguments that it gets, among which may be one of both in another spelling.
+    """
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
             f"loss_fn must be a function of (output, target) that returns the loss, such as "
@@ -130,4 +137,18 @@ def check_loss_and_target(loss_fn: LossFunction | None, target: object) -> None:
     given, missing, what = "loss_fn", "target", "what loss_fn(output, target) compares the output with"
     if loss_fn is None:
         given, missing, what = "target", "loss_fn", "the function that makes a loss of output and target"
-    raise InputError(f"{given} needs {missing}=: {what}; or give neither, if the model itself returns its loss")
+    unknown = "" if call is None else _not_of_forward(*call)
+    raise InputError(
+        f"{given} needs {missing}=: {what}; or give neither, if the model itself returns its loss{unknown}"
+    )
+
+
+def _not_of_forward(model: nn.Module, kwargs: Mapping[str, Any]) -> str:
+    """A remark on arguments that the model's forward does not have; "" where there are none."""
+    with contextlib.suppress(TypeError, ValueError):  # a forward in C has no signature
+        parameters = inspect.signature(model.forward).parameters
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+            unknown = [repr(name) for name in kwargs if name not in parameters]
+            if unknown:
+                return f". {type(model).__name__}.forward has no argument {' or '.join(unknown)}"
+    return ""

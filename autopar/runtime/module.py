@@ -337,7 +337,7 @@ class PipelinedModule(Pipelined, nn.Module):
         the step has ended.
         """
         check_caller(self._process, self._signatures.workers)
-        check_loss_and_target(loss_fn, target)
+        check_loss_and_target(loss_fn, target, (self.unwrap(), kwargs))
         call = CallArguments(args, kwargs, loss_fn or own_loss, target, target_dim, bool(return_outputs))
         if not profile and self._calls.runs_the_model(call):
             loss, outputs = self._calls.plain_step(call)

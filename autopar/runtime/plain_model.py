@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.analysis.checked_loss import check_trains, checked_loss
+from autopar.analysis.checked_loss import check_trains, computed_loss
 from autopar.analysis.example import LossFunction
 from autopar.capture import torch_private
 from autopar.errors import AutoparError
@@ -60,13 +60,13 @@ def plain_step(
         target = _moved(target, device)
     if recorder is None:  # every function called here would count in the steps of small models
         output = plain_call(model, device, args, kwargs)
-        loss = checked_loss(loss_fn(output, target), loss_fn, output)
+        loss = computed_loss(loss_fn, output, target)
         check_trains(loss.requires_grad, loss_fn)
         loss.backward()
     else:
         with recorder.action(Action(Phase.FORWARD, 0, 0), device):
             output = plain_call(model, device, args, kwargs)
-            loss = checked_loss(recorder.timed_loss(loss_fn)(output, target), loss_fn, output)
+            loss = computed_loss(recorder.timed_loss(loss_fn), output, target, loss_fn)
             check_trains(loss.requires_grad, loss_fn)
         with recorder.action(Action(Phase.BACKWARD, 0, 0), device):
             loss.backward()

@@ -218,6 +218,24 @@ def test_a_model_that_returns_no_loss_is_refused_before_it_is_planned_for(model:
     assert all(p.grad is None for p in pm.parameters())
 
 
+def test_errors_of_a_loss_name_it_and_what_it_was_called_with() -> None:
+    pm = pipelined(mlp(), {"0": 0, "4": 1})
+    x = torch.randn(6, 16)
+    for target in (torch.zeros(6, dtype=torch.int32), torch.zeros(6, 3)):
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            pm.train_step(x, target=target, loss_fn=F.cross_entropy)
+        assert any("'cross_entropy'" in note and "raised this, for output (" in note for note in raised.value.__notes__)
+
+
+def test_a_misspelt_loss_or_target_is_named() -> None:
+    pm = pipelined(mlp(), {"0": 0, "4": 1})
+    x = torch.randn(6, 16)
+    with pytest.raises(InputError, match=r"loss_fn needs target=.*forward has no argument 'targets'"):
+        pm.train_step(x, targets=x, loss_fn=F.mse_loss)
+    with pytest.raises(InputError, match=r"target needs loss_fn=.*forward has no argument 'criterion'"):
+        pm.train_step(x, target=x, criterion=F.mse_loss)
+
+
 def test_half_of_target_and_loss_fn_is_refused() -> None:
     pm, x = pipelined(mlp(), {"0": 0, "3": 1}), torch.randn(4, 16)
     with pytest.raises(InputError, match=r"loss_fn needs target=.*or give neither"):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.analysis.checked_loss import check_trains, checked_loss
+from autopar.analysis.checked_loss import check_trains, computed_loss
 from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import has_hooks
@@ -168,7 +168,7 @@ class CallRunner:
         assert call.loss is not None
         device = next((x.device for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
         target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)
-        loss = checked_loss(call.loss(output, target), call.loss, output)
+        loss = computed_loss(call.loss, output, target)
         check_trains(loss.requires_grad, call.loss)
         loss.backward()
         return loss.detach(), detached(output)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.analysis.checked_loss import checked_loss
+from autopar.analysis.checked_loss import computed_loss
 from autopar.analysis.example import LossFunction
 from autopar.capture import module_hooks, torch_private, torch_private_autograd
 from autopar.lower.deferred_batch_norm import collecting
@@ -154,7 +154,7 @@ class Passes:
         known = self._tensors.loss_leaves
         ends = known.ends((*outputs, *torch_private.tree_leaves(target))) if known is not None else None
         output = self._executable.returned(outputs)
-        loss = checked_loss(function(output, target), self._call.loss or function, output)
+        loss = computed_loss(function, output, target, self._call.loss)
         if known is not None and ends is not None:
             known.find(loss, ends)
         self._tensors.losses[microbatch] = loss.detach()

@@ -83,6 +83,7 @@ class RankExecutable(Executable):
         )
         self._buckets = parameters.buckets
         self.sums = self._new_sums()
+        self.left_alone_parameters = parameters.left_alone(lowered, whole)
         self.slot = next((i for i, w in enumerate(self.workers) if not isinstance(w, RemoteWorker)), -1)
         slots: dict[int, tuple[int, ...]] = {}
         for row, grid in zip(self._replicas, self.grids, strict=True):
@@ -152,6 +153,7 @@ class RankExecutable(Executable):
             self.parameters = [*self._rank_parameters.parameters.values(), self._anchor]
             self._by_id = {id(p): p for p in self.parameters}
             self.sums = self._new_sums()
+            self.left_alone_parameters = self._rank_parameters.left_alone(self.lowered, self._whole)
 
     def _new_sums(self) -> GradientSums:
         leaves = ((one.stage.index, leaf) for one in self.replicas for leaf in one.leaves)

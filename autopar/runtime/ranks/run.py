@@ -191,7 +191,8 @@ class RankRun(Run):
                     )
                 )
             sums.apart = self._accumulates
-            sums.leave_out(one.changes.frozen.keys, waiting=one.apart.waiting)
+            idle = one.changes.frozen.keys | self.executable.left_alone_parameters
+            sums.leave_out(idle, waiting=one.apart.waiting)
             sums.waiting = {} if sums.apart else one.apart.take({key: one.parameters[key] for key in sums.apart_keys})
         watcher = self.executable.world.watcher
         with watcher.call("backward" if only_backward else "train_step" if training else "forward"):

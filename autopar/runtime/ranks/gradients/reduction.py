@@ -74,7 +74,8 @@ class GradientSums:
         return key in self._in_buckets
 
     def leave_out(self, frozen: frozenset[int], *, waiting: bool) -> None:
-        """In the next execution, leave out parameters that are frozen, the same on all ranks that have them.
+        """In the next execution, leave out parameters that are frozen, or that it does not read, the same on all ranks
+        that have them.
 
         `waiting`: gradients of `accumulate()` are to be added up, of parameters that may be frozen by now.
         """

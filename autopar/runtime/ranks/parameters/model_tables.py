@@ -177,7 +177,7 @@ class ModelTables:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise InputError, on all ranks, for a model that is in parts already."""
+    """Raise InputError for a model that is in parts already: on all ranks if a plan has placed it."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     part = next((name for name, tensor in tensors if isinstance(tensor, DTensor)), None)
     placed = next((path for path, module in model.named_modules() if module in _placed), None)
@@ -188,13 +188,12 @@ def check_plain(model: nn.Module) -> None:
         problem = f"'{part}' is a DTensor before the first call"
     else:
         return
-    raise on_all_ranks(
-        InputError(
-            f"{problem}; autopar takes models of plain tensors: to follow another plan, build the model anew and load "
-            "a checkpoint (autopar.save, autopar.load); to train models that share a module, parallelize one model "
-            "that contains them"
-        )
+    error = InputError(
+        f"{problem}; autopar takes models of plain tensors: to follow another plan, build the model anew and load a "
+        "checkpoint (autopar.save, autopar.load); to train models that share a module, parallelize one model that "
+        "contains them"
     )
+    raise error if placed is None else on_all_ranks(error)
 
 
 def _show(values: Iterable[tuple[_Entry, torch.Tensor | None]]) -> None:

@@ -236,6 +236,11 @@ class RankParameters:
         self.parameters |= {id(new): new for key in found if isinstance(new := self._new[key], nn.Parameter)}
         self.apart.is_shared |= self._world.size > 1
 
+    def left_alone(self, lowered: Lowered, whole: Mapping[str, torch.Tensor]) -> frozenset[int]:
+        """Ids of this rank's parameters that all ranks share, and that none of these stages reads."""
+        read = {id(whole[piece.name]) for stage in lowered.stages for piece in stage.pieces if piece.name in whole}
+        return frozenset(id(self._new[key]) for key in self._everywhere - read if key in self._holdings)
+
     def borrowed(
         self, lowered: Lowered, stages: Sequence[StageGrid], whole: Mapping[str, torch.Tensor]
     ) -> list[Borrowed]:

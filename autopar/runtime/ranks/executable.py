@@ -24,8 +24,9 @@ from autopar.runtime.ranks.messages.execution_messages import ExecutionMessages
 from autopar.runtime.ranks.messages.shapes import StageShapes
 from autopar.runtime.ranks.messages.tables import messages
 from autopar.runtime.ranks.messages.wire import Routes
+from autopar.runtime.ranks.parameters.borrowed_buffers import Borrowed
 from autopar.runtime.ranks.parameters.holders import StageGrid, with_sparse_gradients
-from autopar.runtime.ranks.parameters.own import Borrowed, RankParameters
+from autopar.runtime.ranks.parameters.own import RankParameters
 from autopar.runtime.ranks.world import World
 from autopar.runtime.stages.device_tensors import DeviceBuffer, ParameterLeaf, move
 from autopar.runtime.stages.executable import Executable

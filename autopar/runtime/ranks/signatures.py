@@ -24,8 +24,9 @@ from autopar.runtime.initial_values.missing_values import is_hollow
 from autopar.runtime.ranks.agreement import compare, digest, weights_digest
 from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
 from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.parameters.borrowed_buffers import Borrowed
 from autopar.runtime.ranks.parameters.holders import StageGrid, check_supported, grids
-from autopar.runtime.ranks.parameters.own import Borrowed, RankParameters, hollow_stages
+from autopar.runtime.ranks.parameters.own import RankParameters, hollow_stages
 from autopar.runtime.ranks.same_plan import compare_plans
 from autopar.runtime.ranks.world import World
 from autopar.runtime.signatures.bound_signature import (

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import compress
-from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -38,6 +37,7 @@ from autopar.runtime.initial_values.missing_values import follow, hollow, is_hol
 from autopar.runtime.ranks.gradients.apart_gradients import ApartGradients
 from autopar.runtime.ranks.gradients.buckets import Bucket, buckets_of
 from autopar.runtime.ranks.gradients.gathered import GatheredValues
+from autopar.runtime.ranks.parameters.borrowed_buffers import Borrowed, borrowed_buffers
 from autopar.runtime.ranks.parameters.frozen_parameters import FrozenParameters
 from autopar.runtime.ranks.parameters.holders import Holding, StageGrid, holdings
 from autopar.runtime.ranks.parameters.later_reads import check_held, newly_read
@@ -64,14 +64,6 @@ def known_by(tensors: Sequence[torch.Tensor]) -> list[RankParameters]:
     if not tensors:
         return [one for one in placed if one.world is current()]
     return [one for one in placed if any(map(one.has, tensors))]
-
-
-class Borrowed(NamedTuple):
-    """A buffer of the model that ranks read without keeping it."""
-
-    name: str
-    keeper: int  # rank
-    readers: tuple[int, ...]  # ranks
 
 
 class RankParameters:
@@ -244,29 +236,8 @@ class RankParameters:
     def borrowed(
         self, lowered: Lowered, stages: Sequence[StageGrid], whole: Mapping[str, torch.Tensor]
     ) -> list[Borrowed]:
-        """The buffers that stages read on ranks that do not keep them. Collective; the same on all ranks.
-
-        The first plan's stages keep them. A call of another mode may read a buffer in another stage.
-        """
-        kept, rank = self._tables.kept, self._world.rank
-        mine = [
-            piece.name
-            for stage, grid in zip(lowered.stages, stages, strict=True)
-            for piece in stage.pieces
-            if rank in grid.all and piece.name in whole and not isinstance(whole[piece.name], nn.Parameter)
-        ]
-        needed = sorted(set(mine) - kept)
-        wanted = self._world.gathered(needed)
-        names = sorted({name for theirs in wanted for name in theirs})
-        keepers = self._world.gathered([name in kept for name in names]) if names else []
-        return [
-            Borrowed(
-                name,
-                next(rank for rank, theirs in enumerate(keepers) if theirs[place]),
-                tuple(rank for rank, theirs in enumerate(wanted) if name in theirs),
-            )
-            for place, name in enumerate(names)
-        ]
+        """The buffers that stages read on ranks that do not keep them. Collective; the same on all ranks."""
+        return borrowed_buffers(self._world, self._tables.kept, lowered, stages, whole)
 
     def refresh(self) -> None:
         """Gather the parts of parameters that have changed on some rank. Collective."""

@@ -126,7 +126,7 @@ _COMPILING = threading.Lock()
 def _compiled_first(self: Uncompiled, *args: Any, **kwargs: Any) -> Any:
     """The forward of a graph whose code is not made yet."""
     self._compile()
-    return self(*args, **kwargs)
+    return type(self).forward(self, *args, **kwargs)
 
 
 def _over(root: nn.Module | dict[str, Any], module: fx.GraphModule) -> fx.GraphModule:

@@ -24,7 +24,9 @@ def computed_loss(function: Loss, output: Any, target: Any, loss_fn: Loss | None
     except Exception as error:
         if not isinstance(error, AutoparError):
             got = ", ".join(f"{name} {_described(value)}" for name, value in (("output", output), ("target", target)))
-            error.add_note(f"{title_of(loss_fn or function)} raised this, for {got}")
+            note = f"{title_of(loss_fn or function)} raised this, for {got}"
+            if note not in getattr(error, "__notes__", ()):  # a loss may raise one object again
+                error.add_note(note)
         raise
     return checked_loss(loss, loss_fn or function, output)
 

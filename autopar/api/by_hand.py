@@ -53,16 +53,19 @@ def _by_hand(
             parsed = devices_at_hand(model, devices, None, world)
 
         def captured(model: nn.Module) -> Example:
-            if world is not None:
-                check_plain(model)  # a change of the plan captures the model again
             return capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
+
+        def recaptured(model: nn.Module) -> Example:
+            if world is not None:  # one rank may change a plan alone
+                check_plain(model)
+            return captured(model)
 
         example = captured(model)
         if world is not None:
             check_captured(example.program)
         if all(device.torch_device.type == "cpu" for device in parsed):
             found = plan_by_hand_for_workers(example, parsed, options, degrees, progress, problems)
-            return with_pricer(found, unpriced_at_hand(model, captured, parsed, options))
+            return with_pricer(found, unpriced_at_hand(model, recaptured, parsed, options))
         cluster = Cluster.from_devices(list(parsed))
         return with_pricer(
             plan_by_hand(example, cluster, options, degrees, progress, problems=problems),

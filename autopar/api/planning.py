@@ -113,10 +113,13 @@ def plan(
         parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
 
         def captured(model: nn.Module) -> Example:
-            if world is not None:
-                check_plain(model)  # a change of the plan captures the model again
             how: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "batch_dim": chosen.batch_dim}
             return capture_example(model, parsed, args, kwargs, strict=chosen.strict, **how)
+
+        def recaptured(model: nn.Module) -> Example:
+            if world is not None:  # one rank may change a plan alone
+                check_plain(model)
+            return captured(model)
 
         if plan is not None or world is not None:
 
@@ -131,7 +134,8 @@ def plan(
             )
             if world is not None:  # a changed plan is not priced: that takes all ranks, and one may change it alone
                 return with_pricer(
-                    plan_together(world, parsed, example, decide), unpriced_at_hand(model, captured, parsed, chosen)
+                    plan_together(world, parsed, example, decide),
+                    unpriced_at_hand(model, recaptured, parsed, chosen),
                 )
             pricer = Pricer(
                 lambda other: pricing(other, parsed, chosen, progress_bar)(example),

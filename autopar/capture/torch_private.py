@@ -50,6 +50,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def has_dispatch_mode() -> bool:
+    """Whether a dispatch mode is on in this thread. In torch.export one is, while `torch.compiler.is_exporting` says
+    that some thread of the process exports."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 @contextlib.contextmanager
 def fakes_on(place: torch.device) -> Iterator[None]:
     """Inside, in this thread, the fake copies that a tracer makes of real tensors are on `place`, whatever the device

@@ -20,6 +20,7 @@ from autopar.sharding.strategies import OperatorPlacements, Strategy, repeated, 
 
 # Means over the targets that count; parts of a batch have different numbers of them.
 _COUNTED = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
+_ATTENTION = "scaled_dot_product_attention"  # its operands: queries, keys, values, and a mask if the call has one
 _MOST_NAMED = 12
 
 
@@ -92,11 +93,8 @@ class StrategyChoices:
         if [rule.operands[i] for i in places] != operands_of(node):
             return None
         match = self._completed(rule, wanted)
-        if match is None and len(wanted.inputs) != len(rule.operands):
-            match = self._of_other_operands(rule, wanted)
-            if match is None:
-                self.undivided.append(str(key))
-                return None
+        if match is None and rule_name(node) == _ATTENTION:
+            match = self._with_another_mask(rule, wanted)
         if match is None:
             example = bind(node, _as_in_example)
             if example is not None and self._completed(example, wanted) is not None:
@@ -129,12 +127,11 @@ class StrategyChoices:
     def _completed(self, rule: Rule, wanted: OperatorPlacements) -> Strategy | None:
         return strategy_with(self._even(rule), wanted, self._sharding.mesh)
 
-    def _of_other_operands(self, rule: Rule, wanted: OperatorPlacements) -> Strategy | None:
-        """For a call with or without an optional operand, such as an attention mask, that the plan's call differs in:
-        the strategy with the same placements otherwise."""
-        n = min(len(wanted.inputs), len(rule.operands))
+    def _with_another_mask(self, rule: Rule, wanted: OperatorPlacements) -> Strategy | None:
+        """For a call whose attention has another mask than the plan's call, or none: the strategy with the same
+        placements of queries, keys, values and results."""
         every = strategies(self._even(rule), self._sharding.mesh)
-        same = (one for one in every if (one.inputs[:n], one.outputs) == (wanted.inputs[:n], wanted.outputs))
+        same = (one for one in every if (one.inputs[:3], one.outputs) == (wanted.inputs[:3], wanted.outputs))
         return next(same, None)
 
     def _even(self, rule: Rule) -> Rule:

@@ -19,7 +19,7 @@ from autopar.options import AHEAD_ONLY, Data
 from autopar.plan.plan import Plan
 from autopar.runtime.call_checks import check_model
 from autopar.runtime.initial_values.missing_values import is_hollow
-from autopar.runtime.ranks.parameters.model_tables import check_plain
+from autopar.runtime.ranks.parameters.model_tables import check_plain_on
 from autopar.runtime.ranks.world import World
 from cost_models import Cluster, Device, DeviceError, parse_devices
 
@@ -72,7 +72,7 @@ def devices_at_hand(
     model without values: it cannot run; on ranks also for one that is in parts already.
     """
     if world is not None:
-        check_plain(model)
+        check_plain_on(world, model)
     refuse_uninitialized(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or is_fake(tensor):

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from autopar.analysis.example import Example, LossFunction
 from autopar.analysis.own_loss import own_loss
+from autopar.capture.torch_private import has_dispatch_mode
 from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError, warn
 from autopar.errors.names import with_checked_names
@@ -263,7 +264,8 @@ class PipelinedModule(Pipelined, nn.Module):
     @left_to_python
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
-        if torch.compiler.is_exporting():  # as in a loss that is studied: tensors have no values
+        # As in a loss that is studied, where tensors have no values; another thread may export, too.
+        if torch.compiler.is_exporting() and has_dispatch_mode():
             return self.unwrap().forward(*args, **kwargs)
         check_caller(self._process, self._signatures.workers)
         call = CallArguments(args, kwargs)

@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +81,22 @@ def test_fake_tensors_are_distinguished_from_real_and_meta_ones() -> None:
     assert torch_private.is_fake(fake)
     assert not torch_private.is_fake(torch.ones(2))
     assert not torch_private.is_fake(torch.empty(2, device="meta"))
+
+
+def test_an_export_is_that_of_its_own_thread() -> None:
+    def here() -> tuple[bool, bool]:
+        return torch.compiler.is_exporting(), torch_private.has_dispatch_mode()
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as other:
+                found.append((here(), other.submit(here).result()))
+            return x + 1
+
+    found: list[tuple[tuple[bool, bool], tuple[bool, bool]]] = []
+    torch.export.export(Asks(), (torch.ones(2),), strict=False)
+    assert found == [((True, True), (True, False))]
+    assert here() == (False, False)
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -379,16 +379,18 @@ class Masked(nn.Module):
         return self.end(x + found)
 
 
-@pytest.mark.parametrize("planned_with", [False, True])
-def test_a_call_may_have_another_mask_than_the_plans(planned_with: bool) -> None:
-    """An operand more, or less, than the strategies of the plan have."""
+@pytest.mark.parametrize("planned_with", [0, 1, 2])
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"data": 2}], ids=str)
+def test_a_call_may_have_another_mask_than_the_plans(planned_with: int, degrees: dict[str, int]) -> None:
+    """None, one for all samples, and one for each sample and head."""
     model, x = Masked().double(), torch.randn(4, 6, 8, dtype=torch.float64)
     original = copy.deepcopy(model)
-    masks = [None, torch.triu(torch.ones(6, 6), 1).bool()]
+    causal = torch.triu(torch.ones(6, 6), 1).bool()
+    masks = [None, causal, causal | (torch.rand(8, 6, 6) > 0.7) & ~torch.eye(6).bool()]
     example = {"mask": masks[planned_with]}
-    plan = Plan.by_hand(model, ["cpu"] * 2, example_args=(x,), example_kwargs=example, tensor=2)
-    pm = autopar.parallelize(model, ["cpu"] * 2, plan=plan)
-    for mask in (masks[planned_with], masks[not planned_with]):
+    plan = Plan.by_hand(model, ["cpu"] * 2, example_args=(x,), example_kwargs=example, **degrees)
+    pm = autopar.parallelize(model, ["cpu"] * 2, plan=plan, batch_dim={"x": 0, "mask": None})
+    for mask in (masks[planned_with], *masks):
         out, wanted = pm(x, mask=mask), original(x, mask=mask)
         assert_same_outputs(out, wanted)
         sum_of_squares(out).backward()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from pathlib import Path
 
 import torch
+from collective_log import CollectiveLog, logged
 from rank_cases import MODELS, SPLITS, Job
 from rank_training import gradient_error, parameter_error, ready
 from torch import nn
@@ -82,6 +85,52 @@ def accumulated(job: Job) -> list[float]:
         errors.append(gradient_error(pm, original))
         pm.zero_grad(), original.zero_grad()
     return errors
+
+
+def joined_inside(job: Job) -> float:
+    """The error of gradients of one backward inside accumulate() through two calls, the second the first to read a
+    head."""
+    original, pm, x = ready(job)
+    for model, inside in ((pm, pm.accumulate()), (original, contextlib.nullcontext())):
+        with inside:
+            first, second = (functional.mse_loss(model(x, task=task), x.cos()) for task in (0, 1))
+            (first + second).backward()
+        functional.mse_loss(model(x, task=2), x.cos()).backward()
+    return gradient_error(pm, original)
+
+
+def exchanged(job: Job) -> CollectiveLog:
+    """What a rank began in steps of other heads than the first call's."""
+    with logged() as log:
+        _, pm, x = ready(job)
+        for task in (0, 1, 0, 2):
+            pm.train_step(x, task=task, target=x, loss_fn=functional.mse_loss)
+            pm.zero_grad()
+    return log
+
+
+def sharing_a_norm(job: Job) -> float:
+    """The error of a second model that shares a module without parameters with a placed one."""
+    x = ready(job)[2]
+    norm = nn.LayerNorm(12, elementwise_affine=False)
+    pairs = [nn.Sequential(nn.Linear(12, 12), norm, nn.Linear(12, 12)).double() for _ in range(2)]
+    found = []
+    for model in pairs:
+        plain = copy.deepcopy(model)
+        plan = autopar.Plan.from_split({"0": 0, "1": 1, "2": 1}, n_microbatches=2)
+        found.append((autopar.parallelize(model, plan=plan)(x) - plain(x)).abs().max().item())
+    return max(found)
+
+
+def copied(job: Job) -> str:
+    """The error of a copy of a placed model."""
+    _, pm, x = ready(job)
+    pm(x)
+    try:
+        autopar.parallelize(copy.deepcopy(pm.unwrap()))
+    except AutoparError as error:
+        return str(error)
+    return ""
 
 
 def refused(job: Job) -> str:

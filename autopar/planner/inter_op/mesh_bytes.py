@@ -68,7 +68,7 @@ def operators_on_mesh(
                 for storage, weight in whole.parameters.items()
             }
             changes["parameters"] = read
-            if n_microbatches > 1:
+            if n_microbatches > 1 and program.costs.training:
                 fresh = sum(weight.fresh_gradient for weight in read.values()) * n_microbatches
                 changes["allocated_bytes"] = alike[key]["allocated_bytes"] + fresh
         found[node] = whole.with_bytes(**{**alike[key], **changes})

@@ -179,17 +179,16 @@ class RankRun(Run):
         return self._sent[microbatch].of(sender, receiver, self.executable.reads[sender, receiver])
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
-        self._rank_parameters.failed = True  # unless it gets to the end
-        if training:
-            sums, one = self.executable.sums, self._rank_parameters
-            if one.apart.waiting and one.buckets is not self._buckets:
-                raise on_all_ranks(
-                    InputError(
-                        "this call began before another one, which was the first to read some parameters, and "
-                        "accumulate() has left gradients of these apart: go back through calls in the order in which "
-                        "they began"
-                    )
+        sums, one = self.executable.sums, self._rank_parameters
+        if training and not self._accumulates and one.apart.waiting and one.buckets is not self._buckets:
+            raise on_all_ranks(
+                InputError(
+                    "this call began before another one, which was the first to read some parameters, and accumulate() "
+                    "has left gradients of these apart: go back through calls in the order in which they began"
                 )
+            )
+        one.failed = True  # unless it gets to the end
+        if training:
             sums.apart = self._accumulates
             idle = one.changes.frozen.keys | self.executable.left_alone_parameters
             sums.leave_out(idle, waiting=one.apart.waiting)

@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from collective_log import disagreements
 from rank_cases import Job
-from rank_later import accumulated, alternating, out_of_order, placed_again, refused
+from rank_later import (
+    accumulated,
+    alternating,
+    copied,
+    exchanged,
+    joined_inside,
+    out_of_order,
+    placed_again,
+    refused,
+    sharing_a_norm,
+)
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -45,6 +56,26 @@ def test_another_part_than_a_rank_has_is_refused_on_all_ranks_and_they_go_on(ran
     for error in ranks.run(refused, 2, TENSOR):
         assert "needs 'aux.weight' on rank 0" in error
         assert "every rank has it whole, because no stage of the first call read it" in error
+
+
+def test_one_backward_through_both_calls_is_accumulated(ranks: RankPool) -> None:
+    assert max(ranks.run(joined_inside, 2, CHAIN)) < 1e-9
+
+
+@pytest.mark.parametrize(("n", "job"), [(2, CHAIN), (2, TENSOR), (3, IDLE)], ids=["chain", "tensor", "idle"])
+def test_all_ranks_begin_their_collectives_in_one_order(ranks: RankPool, n: int, job: Job) -> None:
+    assert disagreements(ranks.run(exchanged, n, job)) == []
+
+
+def test_a_module_without_parameters_may_be_in_two_models(ranks: RankPool) -> None:
+    assert max(ranks.run(sharing_a_norm, 2, CHAIN)) < 1e-9
+
+
+def test_a_copy_of_a_placed_model_is_refused_on_all_ranks(ranks: RankPool) -> None:
+    """Also on the last one, which has no part of it."""
+    errors = ranks.run(copied, 3, IDLE)
+    assert "is a DTensor before the first call" in errors[0]
+    assert all(errors)
 
 
 def test_a_backward_that_would_lose_accumulated_gradients_is_refused(ranks: RankPool) -> None:

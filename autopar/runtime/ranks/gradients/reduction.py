@@ -154,7 +154,9 @@ class GradientSums:
         """Start the first collective of the buckets that are next in order. `complete`: all backwards have ended."""
         while self._next < len(self._buckets):
             number, bucket = self._next, self._buckets[self._next]
-            if not complete and any(self._left[stage] > 0 for stage in self._readers[number]):
+            # Of a bucket that other ranks alone read, this one sends zeros, after all that other ranks may wait for.
+            readers = self._readers[number] or frozenset(self._left)
+            if not complete and any(self._left[stage] > 0 for stage in readers):
                 return
             self._next += 1
             entries = self._entries[number]

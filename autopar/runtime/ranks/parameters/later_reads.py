@@ -50,7 +50,7 @@ def check_held(
             raise on_all_ranks(
                 PlanError(
                     f"stage {stage} needs '{piece.name}' on rank {rank} for a call of another mode or size than the "
-                    f"first, and {has}; make the plan, and the first call, in the mode in which the model trains"
+                    f"first, and {has}; let the first call be one that reads it, in the mode in which the model trains"
                 )
             )
 

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -27,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.capture import torch_private_ranks
 from autopar.errors import InputError
-from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.world import World
 
 _COPY = (
     "write the values into the placed one (with torch.no_grad(): p.copy_(torch.distributed.tensor.distribute_tensor("
@@ -35,7 +36,7 @@ _COPY = (
 )
 
 
-_placed: WeakSet[nn.Module] = WeakSet()  # modules of this process whose tensors are on ranks
+_placed: WeakSet[nn.Module] = WeakSet()  # modules of this process whose parameters are on ranks
 
 
 @dataclass
@@ -71,7 +72,8 @@ class ModelTables:
         for path, module in model.named_modules():
             for table in (module._parameters, module._buffers):
                 for name, before in table.items():
-                    _placed.add(module)
+                    if isinstance(before, nn.Parameter):
+                        _placed.add(module)
                     if before is not None:
                         full = f"{path}.{name}" if path else name
                         after = new[id(before)]
@@ -177,23 +179,27 @@ class ModelTables:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise InputError for a model that is in parts already: on all ranks if a plan has placed it."""
+    """Raise InputError for a model that is in parts already. Ranks without a part of it may not see that."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     part = next((name for name, tensor in tensors if isinstance(tensor, DTensor)), None)
     placed = next((path for path, module in model.named_modules() if module in _placed), None)
     if placed is not None:
         what = f"its module '{placed}' is" if placed else "it is"
-        problem = f"a plan has placed {type(model).__name__} on ranks before: {what} in another pipelined module"
+        problem = f"a plan has placed {type(model).__name__} on ranks before: {what} in a pipelined module already"
     elif part is not None:
         problem = f"'{part}' is a DTensor before the first call"
     else:
         return
-    error = InputError(
+    raise InputError(
         f"{problem}; autopar takes models of plain tensors: to follow another plan, build the model anew and load a "
         "checkpoint (autopar.save, autopar.load); to train models that share a module, parallelize one model that "
         "contains them"
     )
-    raise error if placed is None else on_all_ranks(error)
+
+
+def check_plain_on(world: World, model: nn.Module) -> None:
+    """`check_plain` on all ranks: all raise where one does. Collective."""
+    world.outcome("reading the model", partial(check_plain, model))
 
 
 def _show(values: Iterable[tuple[_Entry, torch.Tensor | None]]) -> None:

@@ -227,6 +227,8 @@ class RankParameters:
         self.buckets = (*self.buckets, *buckets_of(self._world.rank, found, self._new, groups))
         self.parameters |= {id(new): new for key in found if isinstance(new := self._new[key], nn.Parameter)}
         self.apart.is_shared |= self._world.size > 1
+        if self.changes.steps is not None:
+            self.changes.steps.add_shared_by_all([self.parameters[id(self._new[key])] for key in found])
 
     def left_alone(self, lowered: Lowered, whole: Mapping[str, torch.Tensor]) -> frozenset[int]:
         """Ids of this rank's parameters that all ranks share, and that none of these stages reads."""

@@ -44,6 +44,10 @@ class WholeSteps:
         self._compares_rates = True  # until one has several rates, which may be those of its layers
         self._without: set[int] = set()  # ranks that had none, where others made steps
 
+    def add(self, own: Sequence[torch.Tensor]) -> None:
+        """This rank's stages read these parameters from now on, too."""
+        self._own |= {id(p): p for p in own}
+
     def is_made_before(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made with parameters from before the placing, as on all ranks."""
         self._before.add(optimizer)

@@ -24,8 +24,8 @@ def operators_on_mesh(
 ) -> dict[str, OperatorCost]:
     """The costs of all operators, with the bytes of each device of the mesh.
 
-    Parameters that an operator gathers are there while it runs, and so is the gradient that it makes of its parameters
-    beside the sum over micro-batches. Both are as many bytes whatever a micro-batch's size, so the bytes "of the whole
+    Parameters that an operator gathers are there while it runs, with their gradients; of others, the gradient that it
+    makes is there beside the sum over micro-batches. Both are as many bytes whatever a micro-batch's size, so the bytes "of the whole
     batch" are `n_microbatches` times as many.
     """
     weights, keeping = _weights(program, solution, kind), _Keeping(program, facts, solution)
@@ -68,7 +68,7 @@ def operators_on_mesh(
                 for storage, weight in whole.parameters.items()
             }
             changes["parameters"] = read
-            if n_microbatches > 1 and program.costs.training:
+            if n_microbatches > 1 and program.costs.training and not solution.gathered.get(representative):
                 fresh = sum(weight.fresh_gradient for weight in read.values()) * n_microbatches
                 changes["allocated_bytes"] = alike[key]["allocated_bytes"] + fresh
         found[node] = whole.with_bytes(**{**alike[key], **changes})

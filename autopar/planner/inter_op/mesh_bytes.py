@@ -25,8 +25,8 @@ def operators_on_mesh(
     """The costs of all operators, with the bytes of each device of the mesh.
 
     Parameters that an operator gathers are there while it runs, with their gradients; of others, the gradient that it
-    makes is there beside the sum over micro-batches. Both are as many bytes whatever a micro-batch's size, so the bytes "of the whole
-    batch" are `n_microbatches` times as many.
+    makes is there beside the sum over micro-batches. Both are as many bytes whatever a micro-batch's size, so the
+    bytes "of the whole batch" are `n_microbatches` times as many.
     """
     weights, keeping = _weights(program, solution, kind), _Keeping(program, facts, solution)
     scattering = Scattering(solution.mesh, cluster, n_microbatches)

@@ -96,7 +96,7 @@ def run_planning_time(quick: bool, kept: Kept) -> Report:
 def _measured(name: str) -> list[str]:
     """Seconds, peak gigabytes of the process, and the choice in a few words."""
     code = f"from benchmarks.planning_time import choose_case; choose_case({name!r})"
-    # An installed package has its bytecode: making it anew in every process is no planning.
+    # An installed package has its bytecode. Compiling it in every process does not belong to planning.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

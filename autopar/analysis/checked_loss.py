@@ -15,9 +15,9 @@ Loss = Callable[[Any, Any], Any]
 
 
 def computed_loss(function: Loss, output: Any, target: Any, loss_fn: Loss | None = None) -> torch.Tensor:
-    """What the loss gives. Its errors get a note; InputError if no backward can start from its result.
+    """Call the loss. Errors that it raises get a note. Raises InputError if no backward can start from its result.
 
-    `loss_fn`: the user's, for messages, where `function` wraps it.
+    `loss_fn`: the user's function, for messages, if `function` wraps it.
     """
     try:
         loss = function(output, target)
@@ -25,7 +25,7 @@ def computed_loss(function: Loss, output: Any, target: Any, loss_fn: Loss | None
         if not isinstance(error, AutoparError):
             got = ", ".join(f"{name} {_described(value)}" for name, value in (("output", output), ("target", target)))
             note = f"{title_of(loss_fn or function)} raised this, for {got}"
-            if note not in getattr(error, "__notes__", ()):  # a loss may raise one object again
+            if note not in getattr(error, "__notes__", ()):  # a loss may raise the same object again
                 error.add_note(note)
         raise
     return checked_loss(loss, loss_fn or function, output)

@@ -55,7 +55,7 @@ def relates_samples(operator: Uncaptured, operands: Sequence[Any]) -> bool:
 
 
 class _Arriving:
-    """Gradients that arrive at the results of an operator: random ones, of which a part of the samples gets its own."""
+    """Random gradients for the results of an operator. A part of the samples gets its own part of them."""
 
     def __init__(self, dims: Sequence[int | None], results: Sequence[torch.Tensor], generator: torch.Generator) -> None:
         """dims: of the samples in `results`, which are those of all samples. Without one nothing arrives."""

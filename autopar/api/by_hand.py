@@ -17,9 +17,15 @@ from autopar.planner.changed_zero import unpriced_at_hand
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
 from autopar.planner.pricers import with_pricer
 from autopar.report.progress import progress_bar
-from autopar.runtime.arguments import Devices, check_loss_and_target, check_module, devices_at_hand, need_example
+from autopar.runtime.arguments import (
+    Devices,
+    check_loss_and_target,
+    check_module,
+    devices_at_hand,
+    need_example,
+    recapturing,
+)
 from autopar.runtime.ranks.parameters.holders import check_captured
-from autopar.runtime.ranks.parameters.model_tables import check_plain
 from autopar.runtime.ranks.world import together
 from cost_models import Cluster
 
@@ -55,17 +61,12 @@ def _by_hand(
         def captured(model: nn.Module) -> Example:
             return capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
 
-        def recaptured(model: nn.Module) -> Example:
-            if world is not None:  # one rank may change a plan alone
-                check_plain(model)
-            return captured(model)
-
         example = captured(model)
         if world is not None:
             check_captured(example.program)
         if all(device.torch_device.type == "cpu" for device in parsed):
             found = plan_by_hand_for_workers(example, parsed, options, degrees, progress, problems)
-            return with_pricer(found, unpriced_at_hand(model, recaptured, parsed, options))
+            return with_pricer(found, unpriced_at_hand(model, recapturing(captured, world), parsed, options))
         cluster = Cluster.from_devices(list(parsed))
         return with_pricer(
             plan_by_hand(example, cluster, options, degrees, progress, problems=problems),

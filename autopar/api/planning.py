@@ -26,11 +26,11 @@ from autopar.runtime.arguments import (
     check_plan,
     devices_at_hand,
     need_example,
+    recapturing,
     refuse_estimated,
 )
 from autopar.runtime.building import as_wanted, deciding, pipelined, pricing
 from autopar.runtime.ranks.module import check_options
-from autopar.runtime.ranks.parameters.model_tables import check_plain
 from autopar.runtime.ranks.planning import plan_together
 from autopar.runtime.ranks.world import together
 from autopar.runtime.signatures.dynamic import open_sizes
@@ -116,11 +116,6 @@ def plan(
             how: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "batch_dim": chosen.batch_dim}
             return capture_example(model, parsed, args, kwargs, strict=chosen.strict, **how)
 
-        def recaptured(model: nn.Module) -> Example:
-            if world is not None:  # one rank may change a plan alone
-                check_plain(model)
-            return captured(model)
-
         if plan is not None or world is not None:
 
             def allowed() -> tuple[PlanOptions, Example]:
@@ -135,7 +130,7 @@ def plan(
             if world is not None:  # a changed plan is not priced: that takes all ranks, and one may change it alone
                 return with_pricer(
                     plan_together(world, parsed, example, decide),
-                    unpriced_at_hand(model, recaptured, parsed, chosen),
+                    unpriced_at_hand(model, recapturing(captured, world), parsed, chosen),
                 )
             pricer = Pricer(
                 lambda other: pricing(other, parsed, chosen, progress_bar)(example),

@@ -104,7 +104,7 @@ class _Asked(TorchFunctionMode):
             return _WITHOUT_GRADIENT[func]
         return result
 
-    def told(self, name: str, real: Callable[[], bool]) -> bool:
+    def answer(self, name: str, real: Callable[[], bool]) -> bool:
         """What a function of torch answers: `real`, where torch's own code asks."""
         asks = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
         if asks in _ASKS_TORCH or threading.get_ident() != self._thread:
@@ -125,7 +125,7 @@ def answered_for_call(state: CallState) -> Iterator[dict[Question, Hashable]]:
     asked = _Asked(state)
     before = {name: getattr(torch, name) for name in _FUNCTIONS}
     for name, real in before.items():
-        setattr(torch, name, functools.partial(asked.told, name, real))
+        setattr(torch, name, functools.partial(asked.answer, name, real))
     try:
         with asked:
             yield asked.answers

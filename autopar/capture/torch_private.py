@@ -51,8 +51,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def has_dispatch_mode() -> bool:
-    """Whether a dispatch mode is on in this thread. In torch.export one is, while `torch.compiler.is_exporting` says
-    that some thread of the process exports."""
+    """Whether this thread has a dispatch mode, as it has inside torch.export. `torch.compiler.is_exporting` is true in
+    all threads while one of them exports."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 

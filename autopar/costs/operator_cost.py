@@ -47,10 +47,10 @@ class Weight(NamedTuple):
 
     @property
     def fresh_gradient(self) -> float:
-        """Bytes of a micro-batch's gradient on each device, beside the sum over micro-batches that it is added to.
+        """Bytes on each device of the gradient of one micro-batch, until it is added to the sum over micro-batches.
 
-        Sums in a wider type are added to in the kernel that makes the gradient, as in Megatron-LM (its option
-        --no-gradient-accumulation-fusion turns it off). One that is scattered counts as gathered (`gathered_bytes`).
+        0 if the sum has a wider type: then the kernel that computes the gradient adds it to the sum, as in Megatron-LM
+        (--no-gradient-accumulation-fusion turns that off). 0 if it is scattered: `gathered_bytes` counts it.
         """
         wider = self.precision is not None and self.precision.gradient > self.precision.parameter
         scattered = self.gradient_parts not in (None, self.parts)

@@ -396,7 +396,7 @@ def run_special(name: str, calls: list[Any], *, strategy: Any, mesh: tuple[int, 
 
 
 def has_sparse_gradient(node: fx.Node) -> bool:
-    """Whether the node gives what it reads a gradient that has only the rows that were read, as embeddings may."""
+    """Whether the node makes a sparse gradient, which has only the rows that were read, as embeddings may."""
     schema = getattr(node.target, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name in ("sparse", "sparse_grad"):

@@ -20,7 +20,7 @@ from autopar.sharding.strategies import OperatorPlacements, Strategy, repeated, 
 
 # Means over the targets that count; parts of a batch have different numbers of them.
 _COUNTED = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
-_ATTENTION = "scaled_dot_product_attention"  # its operands: queries, keys, values, and a mask if the call has one
+_ATTENTION = "scaled_dot_product_attention"  # operands: queries, keys, values and, if the call passes one, a mask
 _MOST_NAMED = 12
 
 
@@ -128,8 +128,8 @@ class StrategyChoices:
         return strategy_with(self._even(rule), wanted, self._sharding.mesh)
 
     def _with_another_mask(self, rule: Rule, wanted: OperatorPlacements) -> Strategy | None:
-        """For a call whose attention has another mask than the plan's call, or none: the strategy with the same
-        placements of queries, keys, values and results."""
+        """The strategy with the same placements of queries, keys, values and results. For calls that pass another mask
+        than the call that the plan was made for, or none."""
         every = strategies(self._even(rule), self._sharding.mesh)
         same = (one for one in every if (one.inputs[:3], one.outputs) == (wanted.inputs[:3], wanted.outputs))
         return next(same, None)

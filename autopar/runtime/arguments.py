@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from autopar.analysis.example import LossFunction
+from autopar.analysis.example import Example, LossFunction
 from autopar.capture.registrations import refuse_uninitialized
 from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
@@ -19,7 +19,7 @@ from autopar.options import AHEAD_ONLY, Data
 from autopar.plan.plan import Plan
 from autopar.runtime.call_checks import check_model
 from autopar.runtime.initial_values.missing_values import is_hollow
-from autopar.runtime.ranks.parameters.model_tables import check_plain_on
+from autopar.runtime.ranks.parameters.model_tables import check_plain, check_plain_on
 from autopar.runtime.ranks.world import World
 from cost_models import Cluster, Device, DeviceError, parse_devices
 
@@ -69,7 +69,7 @@ def devices_at_hand(
     """The devices to run on, with `world` one a rank.
 
     What the model and its optimizer hold there already counts as available: plans count it. Raises InputError for a
-    model without values: it cannot run; on ranks also for one that is in parts already.
+    model without values: it cannot run; on ranks also for a model that a plan has placed already.
     """
     if world is not None:
         check_plain_on(world, model)
@@ -87,6 +87,17 @@ def devices_at_hand(
     if not devices.at_hand:
         raise DeviceError(f"{devices.title} is not at hand: autopar.plan makes plans for it, to run where it is")
     return devices.at_hand
+
+
+def recapturing(captured: Callable[[nn.Module], Example], world: World | None) -> Callable[[nn.Module], Example]:
+    """`captured`, for later changes of a plan: on ranks it refuses a model that a plan has placed in the meantime."""
+
+    def recaptured(model: nn.Module) -> Example:
+        if world is not None:  # without the other ranks: one rank may change a plan alone
+            check_plain(model)
+        return captured(model)
+
+    return recaptured
 
 
 def tensors_of_training(model: nn.Module, optimizer: object) -> Iterator[torch.Tensor]:
@@ -123,7 +134,7 @@ def check_loss_and_target(
 ) -> None:
     """Raise InputError for one without the other, and for a loss that is no function.
 
-    `call`: the model and the keyword arguments that it gets, among which may be one of both in another spelling.
+    `call`: the model and the keyword arguments for its forward, which may include a misspelt `target` or `loss_fn`.
     """
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
@@ -144,7 +155,7 @@ def check_loss_and_target(
 
 
 def _not_of_forward(model: nn.Module, kwargs: Mapping[str, Any]) -> str:
-    """A remark on arguments that the model's forward does not have; "" where there are none."""
+    """A sentence that names keyword arguments unknown to the model's forward; "" if there are none."""
     with contextlib.suppress(TypeError, ValueError):  # a forward in C has no signature
         parameters = inspect.signature(model.forward).parameters
         if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

@@ -264,7 +264,7 @@ class PipelinedModule(Pipelined, nn.Module):
     @left_to_python
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
-        # As in a loss that is studied, where tensors have no values; another thread may export, too.
+        # For example in a loss that is being captured. `is_exporting` alone is also true if another thread exports.
         if torch.compiler.is_exporting() and has_dispatch_mode():
             return self.unwrap().forward(*args, **kwargs)
         check_caller(self._process, self._signatures.workers)

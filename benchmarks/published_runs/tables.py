@@ -72,8 +72,7 @@ class Row:
         return tuple(self.count(column) for column in columns)
 
     def gib(self, column: str) -> float | None:
-        """Bytes; None where the cell says nothing, or no number, of which there is a warning: the row's other figures
-        count."""
+        """Bytes; None if the cell is empty or no number. The latter is logged, and the row's other figures count."""
         if not self.has(column):
             return None
         try:
@@ -148,7 +147,7 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
 
 def read_each(files: Mapping[str, Path], read: Callable[[Path], _Read | None]) -> dict[str, _Read]:
     """By name, what `read` makes of each file. Those for which it raises TableError are skipped, with a line that says
-    why; so are those of which it makes nothing.
+    why; so are files for which `read` returns None.
 
     Raises:
         TableError: the first one, where nothing is read.

@@ -128,7 +128,7 @@ class _Blocked(NamedTuple):
         return self.groups > 1 and not self.depthwise
 
     def fills(self, block: int) -> bool:
-        """Whether each group fills blocks of so many channels."""
+        """Whether the channels of each group fill whole blocks of this size."""
         return all(count // self.groups % block == 0 for count in (self.into, self.out))
 
     @property

@@ -19,7 +19,7 @@ from autopar.capture.program import Program, capture
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
-def told(program: Program) -> list[str]:
+def attention_kinds(program: Program) -> list[str]:
     """For every attention, what its arguments hide."""
     found = []
     for node in program.graph.find_nodes(op="call_function", target=ATTENTION):
@@ -123,7 +123,7 @@ def test_a_mask_is_left_away_where_it_hides_nothing_or_the_future_alone(
 ) -> None:
     model, x = kind(), torch.randn(4, length, 8)
     program = capture(model, (x,), {})
-    assert told(program) == [hidden]
+    assert attention_kinds(program) == [hidden]
     names = {str(node.target) for node in program.graph.nodes}
     assert (hidden == "mask") == ("aten.arange.default" in names or kind in (Added, Learned))
     for batch in (4, 2, 7):
@@ -168,13 +168,13 @@ def test_a_mask_that_is_the_same_for_every_sample_is_made_once(own: bool) -> Non
 
 def test_a_mask_that_is_too_large_to_look_at_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_masks, "_MOST_ELEMENTS", 3 * 16 * 16)
-    assert told(capture(Causal(), (torch.randn(4, 16, 8),), {})) == ["future"]
-    assert told(capture(Causal(), (torch.randn(4, 17, 8),), {})) == ["mask"]
+    assert attention_kinds(capture(Causal(), (torch.randn(4, 16, 8),), {})) == ["future"]
+    assert attention_kinds(capture(Causal(), (torch.randn(4, 17, 8),), {})) == ["mask"]
 
 
 def test_a_model_on_another_device_is_looked_at_on_the_cpu() -> None:
     with torch.device("meta"):
-        assert told(capture(Causal(), (torch.randn(4, 16, 8),), {})) == ["future"]
+        assert attention_kinds(capture(Causal(), (torch.randn(4, 16, 8),), {})) == ["future"]
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_every_length_has_its_own_answer() -> None:
     for length in (8, 12, 6, 20, 9, 16):
         x = torch.randn(4, length, 8)
         torch.testing.assert_close(pm(x), original(x))
-    answers = {s.program.inputs[0].shape[1]: told(s.program) for s in pm._signatures._captures.known}  # type: ignore[index]
+    answers = {s.program.inputs[0].shape[1]: attention_kinds(s.program) for s in pm._signatures._captures.known}  # type: ignore[index]
     assert answers == {length: ["future" if length <= 10 else "mask"] for length in (8, 12, 6, 20, 9, 16)}
     pm.close()
 
@@ -229,9 +229,9 @@ def test_language_models_call_attention_as_they_do_without_a_capture(name: str, 
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     original = copy.deepcopy(model)
-    assert told(capture(model, (), {"input_ids": tokens(4)})) == [hidden] * 2
+    assert attention_kinds(capture(model, (), {"input_ids": tokens(4)})) == [hidden] * 2
     masked = {"input_ids": tokens(4), "attention_mask": torch.ones(4, tokens(4).shape[1], dtype=torch.long)}
-    assert told(capture(model, (), masked)) == ["mask"] * 2, "it depends on an input"
+    assert attention_kinds(capture(model, (), masked)) == ["mask"] * 2, "it depends on an input"
     plan = Plan.from_split(split, n_microbatches=2)
     pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, cache=False)
     for batch in (4, 6):
@@ -258,5 +258,5 @@ class Layered(Masked):
 def test_a_mask_that_another_is_made_of_leaves_with_it() -> None:
     model, x = Layered(), torch.randn(4, 16, 8)
     program = capture(model, (x,), {})
-    assert told(program) == ["future", "future"]
+    assert attention_kinds(program) == ["future", "future"]
     torch.testing.assert_close(program.graph_module(x)[0], model(x))

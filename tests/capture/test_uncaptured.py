@@ -274,8 +274,8 @@ class OneLayer(nn.Module):
 
 
 def test_inputs_that_the_model_does_not_run_on_are_told_from_code_that_cannot_be_captured() -> None:
-    told = rf"the model itself raised RuntimeError on this call at \S*{Path(__file__).name}:\d+: .*shapes cannot be"
-    with pytest.raises(CaptureError, match=told):
+    message = rf"the model itself raised RuntimeError on this call at \S*{Path(__file__).name}:\d+: .*shapes cannot be"
+    with pytest.raises(CaptureError, match=message):
         capture(OneLayer(), (torch.ones(4, WIDTH + 1),), {})
 
 
@@ -359,7 +359,7 @@ def test_one_sample_and_keyword_arguments_are_captured_too() -> None:
 
 
 class Frozen(nn.Module):
-    """Two linear layers, of which `call` runs the first."""
+    """Two linear layers. `call` runs the first."""
 
     def __init__(self, call: Callable[[torch.Tensor, nn.Linear], torch.Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The gradient of a micro-batch is there beside the sum over micro-batches, on meshes as on single devices."""
+"""Peaks on meshes include the gradient of a micro-batch besides the sum over micro-batches."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def zero_plan(zero: int, model: nn.Module | None = None, **degrees: Any) -> Plan
 def test_zero_cuts_no_states_over_devices_that_cut_tensors() -> None:
     """As in Megatron-LM, whose devices of a tensor group have norms and their optimizer's states whole."""
 
-    class Wide(nn.Module):  # of so many parameters that a part of the optimizer's step is worth its all-gather
+    class Wide(nn.Module):  # with enough parameters that a part of the optimizer's step is worth its all-gather
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(1024, 2048), nn.Linear(2048, 1024)

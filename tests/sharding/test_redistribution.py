@@ -157,8 +157,8 @@ def test_parts_across_nodes_take_longer_than_parts_within() -> None:
 
 @pytest.mark.parametrize("layout", layouts((4, 4), (2, 2)))
 def test_layouts_are_torchs_placements(layout: Placements) -> None:
-    told = placements(layout)
-    assert from_placements(told) == layout
+    converted = placements(layout)
+    assert from_placements(converted) == layout
     assert placements((0, REPLICATE, PARTIAL)) == (Shard(0), Replicate(), Partial())
     with pytest.raises(InputError, match="max"):
         from_placements([Partial("max")])

@@ -80,7 +80,7 @@ def train(what: str, where: str, rank: int, step: int, schedule: str, folder: Pa
 
 
 class Faulty:
-    """Something that is saved and loaded with the model, and does something wrong once it is told to."""
+    """Something that is saved and loaded with the model, and does something wrong once that is switched on."""
 
     what = ""
 

@@ -18,7 +18,7 @@ from autopar import AutoparError
 
 
 class Tasks(nn.Module):
-    """A body with a head for each of several tasks, of which a call runs one; in training also an auxiliary one."""
+    """A body and one head per task. A call runs one head, and in training also an auxiliary head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def alternating(job: Job, folder: Path, first_eval: bool) -> list[float]:
 
 
 def accumulated(job: Job) -> list[float]:
-    """Errors of gradients that accumulate() adds up over tasks, some of which no call before has read."""
+    """Errors of gradients that accumulate() adds up over tasks whose heads some calls are the first to read."""
     original, pm, x = ready(job)
     pm(x)
     errors = []

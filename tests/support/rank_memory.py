@@ -1,4 +1,4 @@
-"""What ranks hold in a training step, beside what a plan by hand for a cluster predicts."""
+"""Bytes that ranks hold in a training step, and what a plan by hand for a cluster predicts."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def is_sum(layout: Sequence[int], value: Any) -> bool:
 
 
 def possible(node: fx.Node, mesh: Sequence[int]) -> list[Strategy]:
-    """All strategies of an operator; sizes of the batch are taken to come apart."""
+    """All strategies of an operator; the batch size counts as divisible."""
     if any(n.meta.get("val") is None for n in (node, *node.all_input_nodes) if n.op != "get_attr"):
         return []
     rule = bind(node)

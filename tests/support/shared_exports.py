@@ -53,21 +53,21 @@ class SharedExports:
         kwargs: dict[str, Any],
         dims: list[frozenset[int | None]],
         in_spec: Any,
-        told: list[warnings.WarningMessage],
+        caught: list[warnings.WarningMessage],
     ) -> Traced:
         try:
             with torch._C.DisableTorchFunction():  # what this asks of tensors is not what the model's code asks
                 key = (_model_key(model), _call_key(args, kwargs), tuple(dims))
         except UnknownError:
-            return self._export(model, args, kwargs, dims, in_spec, told)
+            return self._export(model, args, kwargs, dims, in_spec, caught)
         if key in self._kept:
             kept, tensors = self._kept[key]
             own = _tensors(model)
             return _copied(kept, {id(tensor): own[name] for name, tensor in tensors.items()})
-        traced = self._export(model, args, kwargs, dims, in_spec, told)
+        traced = self._export(model, args, kwargs, dims, in_spec, caught)
         asked = getattr(getattr(torch.is_autocast_enabled, "__self__", None), "asked", None)  # by the model's code
         of_call = getattr(getattr(torch.is_grad_enabled, "func", None), "__self__", None)
-        if not told and not asked and not getattr(of_call, "answers", None) and not met_a_symbol():
+        if not caught and not asked and not getattr(of_call, "answers", None) and not met_a_symbol():
             with torch._C.DisableTorchFunction():
                 meta = {name: _on_meta(tensor) for name, tensor in _tensors(model).items()}
                 memo = {id(tensor): meta[name] for name, tensor in _tensors(model).items()}

@@ -52,7 +52,7 @@ def shape_of(value: Any, renamed: Callable[[Size], Size] = unchanged) -> tuple[S
 class OperatorCall:
     """The arguments of `node` by the names of its schema, including defaults.
 
-    `value_of`: the tensor (or fake tensor) or number that a node computes. `renamed`: the size that stands for another
+    `value_of`: the tensor (or fake tensor) or number that a node computes. `renamed`: the size that replaces another
     one, as of several symbols that are the same number in every call.
     """
 

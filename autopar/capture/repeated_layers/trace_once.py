@@ -207,8 +207,8 @@ class _TracedLayer:
 
 
 def copy_traced_layers(module: fx.GraphModule, model: nn.Module) -> None:
-    """Replace each `again` node by a copy of the first layer's nodes, in the module's graph, whose code is
-    not made anew. O(nodes)."""
+    """Replace each `again` node in the module's graph by a copy of the first layer's nodes. Does not recompile the
+    module. O(nodes)."""
     graph = module.graph
     borders = {str(n.args[1]): n for n in graph.nodes if n.target is _BORDER}
     skipped = [n for n in graph.nodes if n.target is _AGAIN]

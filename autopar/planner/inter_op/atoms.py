@@ -186,7 +186,7 @@ def gather(
 
 
 class _Groups:
-    """Groups of operators, and what their atoms have in common whatever the operators cost on their devices."""
+    """Groups of operators, with what their atoms share under all stage configurations."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class _Groups:
         return Cores(tuple(_shared(saved[s], savers[s]) for s in of_core), working)
 
     def _layers(self, operators: Mapping[str, OperatorCost]) -> Layers:
-        """What enters a layer counts to the stage of its maker; others have it among what they receive."""
+        """The input of a layer counts for the stage that computes it. Other stages count it as received."""
         kept: dict[Hashable, float] = {}
         keepers: dict[Hashable, set[int]] = defaultdict(set)
         made: dict[int, dict[Hashable, float]] = defaultdict(dict)  # block -> what its operators save
@@ -295,7 +295,7 @@ class _Groups:
         for name, atom in self._members:
             operator = operators[name]
             transient = _transient(operator)
-            if operator.block is not None:  # what its layer gathers in its second run is among what that saves
+            if operator.block is not None:  # the layer's saved bytes include what its second run gathers
                 transient += largest[operator.block] - operator.regathered_bytes
             working[atom] = max(working[atom], transient)
         shared = tuple(_shared(n, keepers[s]) for s, n in kept.items())
@@ -318,7 +318,7 @@ def _shared(nbytes: float, atoms: set[int]) -> Shared:
 
 
 def _readers(costs: CostGraph, atom_of: Mapping[str, int]) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """(node, its atom, the other atoms that read its result); the last atom reads the model's outputs."""
+    """Yield (node, its atom, the other atoms that read its result). The last atom also reads the model's outputs."""
     outputs, last = set(costs.graph.graph["outputs"]), max(atom_of.values(), default=0)
     for name, atom in atom_of.items():
         consumers = {atom_of[user] for user in costs.graph.successors(name) if user in atom_of}
@@ -330,7 +330,7 @@ def _readers(costs: CostGraph, atom_of: Mapping[str, int]) -> Iterator[tuple[str
 
 
 def _entering_layers(costs: CostGraph, atom_of: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
-    """For each operator of a layer, what it reads from outside: (node, the atom that keeps its result)."""
+    """Operator of a layer -> the nodes outside of the layer that it reads, each with the atom that keeps the result."""
     return {
         name: [
             (source, atom_of.get(source, atom))

@@ -52,7 +52,7 @@ def _least_resident(problem: Problem) -> float:
     once."""
     of_kinds = [(kind.width, (kind.space or problem.space).resident) for kind in problem.kinds]
     if len({tuple(item.atoms for item in items) for _, items in of_kinds}) > 1:
-        return 0.0  # parameters are not told apart
+        return 0.0  # the sum does not distinguish parameters
     held = [[width * item.nbytes for item in items] for width, items in of_kinds]
     return float(np.min(held, axis=0).sum())
 

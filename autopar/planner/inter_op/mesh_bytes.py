@@ -24,17 +24,17 @@ def operators_on_mesh(
 ) -> dict[str, OperatorCost]:
     """The costs of all operators, with the bytes of each device of the mesh.
 
-    Parameters that an operator gathers are there while it runs, with their gradients; of others, the gradient that it
-    makes is there beside the sum over micro-batches. Both are as many bytes whatever a micro-batch's size, so the
-    bytes "of the whole batch" are `n_microbatches` times as many.
+    While an operator runs, the device also holds the parameters that the operator gathers, with their gradients. For
+    other parameters it holds the micro-batch's gradient besides the sum over micro-batches. Neither depends on the size
+    of a micro-batch, so the bytes "of the whole batch" are `n_microbatches` times these bytes.
     """
     weights, keeping = _weights(program, solution, kind), _Keeping(program, facts, solution)
     scattering = Scattering(solution.mesh, cluster, n_microbatches)
     cut = {n: parts(s.outputs[0], solution.mesh.shape) if s.outputs else 1 for n, s in solution.strategies.items()}
-    alike: dict[tuple[str, float, float, float], dict[str, Any]] = {}  # equal layers have equal results
+    alike: dict[tuple[str, float, float, float], dict[str, Any]] = {}  # shared by equal layers
 
     def result(representative: str, whole: OperatorCost) -> dict[str, Any]:
-        """What a device has of an operator's result and works on, as fields of `OperatorCost`."""
+        """Bytes of an operator's result on a device, and while it runs, as fields of `OperatorCost`."""
         n_parts, made = cut[representative], solution.strategies[representative].outputs
         sent = scattering.of(made[0], whole.output_bytes / n_parts) if made else Sent(whole.output_bytes)
         gathered = solution.gathered.get(representative, 0.0) * n_microbatches

@@ -93,7 +93,7 @@ class NeededDevices:
 
     @cached_property
     def _from_cuts(self) -> list[slice]:
-        """The pairs that begin at each cut but the last."""
+        """For each cut except the last, the pairs that begin at it."""
         first = np.searchsorted(self.pairs.start, np.arange(len(self.pairs.number) + 1)).tolist()
         return [slice(*ends) for ends in itertools.pairwise(first[:-1])]
 

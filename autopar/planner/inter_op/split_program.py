@@ -40,7 +40,7 @@ class Representation:
 
 
 class SavedPlace(NamedTuple):
-    """Where a tensor that is kept for the backward stands in the folded graph."""
+    """The position, in the folded graph, of a tensor that is kept for the backward."""
 
     operator: str  # that keeps it
     place: Place  # among the operator's tensors; None: not known
@@ -68,7 +68,7 @@ class SplitProgram:
 
     @cached_property
     def saved_places(self) -> Mapping[str, Sequence[SavedPlace]]:
-        """Node -> where the tensors of its `saved` stand, in that order."""
+        """Node -> the positions of the tensors in its `saved`, in the same order."""
         return {
             node: [self._saved_place(node, whole.saved_places.get(storage)) for storage in whole.saved]
             for node, whole in self.costs.operators.items()

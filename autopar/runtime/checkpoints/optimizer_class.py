@@ -72,7 +72,7 @@ def check_same_class(folder: Path, small: SmallStates, metadata: Metadata, optim
 
 
 def warn_of_unknown_class(folder: Path, small: SmallStates, optimizer: torch.optim.Optimizer) -> None:
-    """Say it where a checkpoint does not say of which class its optimizer was."""
+    """Warn if a checkpoint does not name the class of its optimizer."""
     if not small.kind:
         warn(
             f"{folder} is of an earlier version of autopar, which did not save the optimizer's class: it is loaded as "

@@ -148,7 +148,7 @@ class RankExecutable(Executable):
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     def follow_parameters(self) -> None:
-        """Before a call: from now on, all ranks add up gradients of parameters that calls have read since, too."""
+        """Call it before a call. Include the parameters that have become shared by all ranks since the last call."""
         if self._buckets is not self._rank_parameters.buckets:
             self._buckets = self._rank_parameters.buckets
             self.parameters = [*self._rank_parameters.parameters.values(), self._anchor]

@@ -104,7 +104,7 @@ class RankRun(Run):
         refuse_dtensors(gradients)
         if not self._has_activations:
             super().backward(gradients, keep_graph)  # raises
-        # If only some ranks go back again, what the others are told names this call.
+        # If only some ranks run this backward, the message on the others names this call.
         what = ANOTHER_BACKWARD if self._has_gone_back else "backward"
         self._has_gone_back = True
         with self.executable.world.watcher.call(what):

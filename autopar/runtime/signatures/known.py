@@ -52,7 +52,8 @@ class _Decision:
         )
 
     def _serves(self, loss: LossFunction) -> bool:
-        """Whether it serves steps with `loss`. The model's own needs no room besides, but backwards need not wait."""
+        """Whether the plan fits steps with `loss`. The model's own loss needs no extra memory, but its backwards
+        need not wait for all forwards."""
         waits = self.plan.barrier and self.plan.n_microbatches > 1
         return self.knows_loss or (loss is own_loss and not waits)
 

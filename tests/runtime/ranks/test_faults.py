@@ -119,8 +119,8 @@ def test_all_ranks_end_wherever_the_failure_is(ranks: RankPool, tmp_path: Path, 
             silent = "|no sign of life for 8 s" if where in ("capture", "place") else ""  # while groups are connected
             assert re.search(f"rank {rank} failed{place}: ({CAUSES[what]}{silent})", text), text
         elif what == "error" and where in ("capture", "save", "load"):  # all ranks raise it
-            told = rf"{CAUSES[what]} \(rank {rank}\)|failed on rank {rank} alone: {CAUSES[what]}|rank {rank} failed"
-            assert re.search(f"{told}|rank 1 ends for the reason that rank 0 gives", text), text
+            expected = rf"{CAUSES[what]} \(rank {rank}\)|failed on rank {rank} alone: {CAUSES[what]}|rank {rank} failed"
+            assert re.search(f"{expected}|rank 1 ends for the reason that rank 0 gives", text), text
         elif what == "error":
             assert re.search(f"rank {rank} failed {PLACES[where]}: {CAUSES[what]}", text), text
 

@@ -1,4 +1,4 @@
-"""Ranks whose optimizers make different steps are told so, before their copies of a parameter drift apart."""
+"""Different optimizer steps on ranks are refused before the copies of a parameter drift apart."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class OwnGradientCheck:
         self._gradients, self._key = gradients, key
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # autograd calls hooks where there is none, too
+        if gradient is not None:  # autograd also calls the hook without a gradient
             self._gradients.check(self._key, gradient)
 
 

@@ -74,8 +74,8 @@ class GradientSums:
         return key in self._in_buckets
 
     def leave_out(self, frozen: frozenset[int], *, waiting: bool) -> None:
-        """In the next execution, leave out parameters that are frozen, or that it does not read, the same on all ranks
-        that have them.
+        """In the next execution, leave out parameters that are frozen or that the execution does not read. All ranks
+        that hold a parameter must leave out the same ones.
 
         `waiting`: gradients of `accumulate()` are to be added up, of parameters that may be frozen by now.
         """
@@ -154,7 +154,8 @@ class GradientSums:
         """Start the first collective of the buckets that are next in order. `complete`: all backwards have ended."""
         while self._next < len(self._buckets):
             number, bucket = self._next, self._buckets[self._next]
-            # Of a bucket that other ranks alone read, this one sends zeros, after all that other ranks may wait for.
+            # If only other ranks read a bucket, this rank sends zeros, after its last backward: other ranks may wait
+            # for messages of earlier actions.
             readers = self._readers[number] or frozenset(self._left)
             if not complete and any(self._left[stage] > 0 for stage in readers):
                 return

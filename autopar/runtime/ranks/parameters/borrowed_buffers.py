@@ -1,7 +1,7 @@
 """Buffers that a stage reads on a rank that does not keep them.
 
-The first plan's stages keep buffers, and a call of another mode may read one in another stage. Its values come with
-every call.
+The stages of the first plan keep the buffers. A call in another mode may read a buffer in another stage: then the
+keeper sends its values with every call.
 """
 
 from __future__ import annotations

@@ -242,11 +242,11 @@ def check_supported(
 
 
 def with_sparse_gradients(stage: StageProgram) -> list[str]:
-    """The names of embeddings' weights whose gradients are sparse where they are trained."""
+    """The names of embedding weights whose gradients are sparse if they are trained."""
     names = {piece.attribute: piece.name for piece in stage.pieces}
     found: dict[str, None] = {}
     for node in filter(has_sparse_gradient, stage.module.graph.nodes):
-        sources = [node.all_input_nodes[0]]  # the table of rows
+        sources = [node.all_input_nodes[0]]  # the table whose rows are read
         while sources:
             source = sources.pop()
             if source.op == "get_attr" and str(source.target) in names:

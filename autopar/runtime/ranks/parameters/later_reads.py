@@ -1,12 +1,12 @@
-"""What the stages of a later call read of a model whose parameters are placed.
+"""Parameters that a call reads for the first time after the parameters were placed.
 
 ```
    first call    body.weight, a.weight                      placed: each on the ranks of its stage
                  b.weight                                   read by no stage: whole on every rank
-   a later one   body.weight, b.weight (stage 1, rank 1)    b.weight stays whole on every rank, and from now on all of
-                                                            them get its gradient, the sum over those that read it
+   later call    body.weight, b.weight (stage 1, rank 1)    b.weight stays whole on every rank; from now on the ranks
+                                                            add up its gradient, and each rank gets the sum
 ```
-So every rank's copy makes the same steps, whichever rank reads it.
+So the optimizer makes the same steps with every rank's copy, no matter which rank reads the parameter.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def check_held(
     holdings: Holdings,
     everywhere: Collection[int],
 ) -> None:
-    """Raise PlanError, on all ranks, for a parameter of which a rank needs another piece than it has.
+    """Raise PlanError on all ranks if a rank needs another piece of a parameter than the piece it has.
 
-    `tensors`: the model's, by name. `everywhere`: ids of those that every rank has whole.
+    `tensors`: the model's tensors by name. `everywhere`: ids of the parameters that every rank has whole.
     """
     for stage, piece, rank in _reads(lowered, stages):
         tensor = tensors.get(piece.name)
@@ -63,8 +63,8 @@ def newly_read(
     everywhere: Collection[int],
     size: int,
 ) -> dict[int, dict[int, Holding]]:
-    """What each of `size` ranks holds from now on of parameters that every rank has whole, and that these stages are
-    the first to read. By id of the tensor, in the same order on all ranks."""
+    """The holdings, on each of `size` ranks, of parameters that every rank has whole and that no stage has read before.
+    By id of the tensor, in the same order on all ranks."""
     ranks = tuple(range(size))
     first: dict[int, tuple[Piece, set[int]]] = {}
     for stage, piece, _ in _reads(lowered, stages):
@@ -83,7 +83,7 @@ def newly_read(
 
 
 def _reads(lowered: Lowered, stages: Sequence[StageGrid]) -> Iterator[tuple[int, Piece, int]]:
-    """(stage, a piece that it reads, a rank that reads it)."""
+    """Yield (stage, piece that the stage reads, rank that reads the piece)."""
     for stage, grid in zip(lowered.stages, stages, strict=True):
         for piece in stage.pieces:
             for group in grid.ranks:

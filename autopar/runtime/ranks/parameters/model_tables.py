@@ -179,7 +179,7 @@ class ModelTables:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise InputError for a model that is in parts already. Ranks without a part of it may not see that."""
+    """Raise InputError for a model that a plan has placed already. A rank that holds no part may not notice it."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     part = next((name for name, tensor in tensors if isinstance(tensor, DTensor)), None)
     placed = next((path for path, module in model.named_modules() if module in _placed), None)
@@ -198,7 +198,7 @@ def check_plain(model: nn.Module) -> None:
 
 
 def check_plain_on(world: World, model: nn.Module) -> None:
-    """`check_plain` on all ranks: all raise where one does. Collective."""
+    """Call `check_plain` on all ranks. If one rank raises, all ranks raise. Collective."""
     world.outcome("reading the model", partial(check_plain, model))
 
 

@@ -6,8 +6,8 @@
    rank 1 afterwards              h.1.weight, head.weight                               DTensors on the mesh of stage 1
 ```
 A mesh has one device where a stage is not sharded: optimizers take lists of DTensors, or of plain tensors, not both.
-A parameter that no stage reads stays whole on every rank, as a DTensor on the mesh of the rank's others, also where a
-later call reads it (later_reads.py).
+A parameter that no stage reads stays whole on every rank, as a DTensor on the mesh of the rank's other parameters. It
+stays so if a later call reads it (later_reads.py).
 
 Captures need the whole model's shapes. While a call is bound to its program (`whole`), the tables have the parameters
 that the model was built with again, but hollow: a single NaN in memory, which every entry of the tensor reads.
@@ -77,10 +77,10 @@ class RankParameters:
         self.changes = ModelChanges(world, self._tables)
         self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
         self._holdings: dict[int, dict[int, Holding]] = {}
-        self._everywhere: set[int] = set()  # ids of those that no stage of the first call reads
+        self._everywhere: set[int] = set()  # ids of parameters that no stage of the first call reads
         self._gathered = GatheredValues(world.carrier)
         self.buckets: tuple[Bucket, ...] = ()  # of parameters that other ranks read, too
-        self.parameters: dict[int, nn.Parameter] = {}  # that stages of this rank, or of all, read; by id
+        self.parameters: dict[int, nn.Parameter] = {}  # by id: read by stages of this rank, or shared by all ranks
         self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
         self.apart = ApartGradients(world)
         self._watch = OptimizerWatch(world, self)
@@ -132,7 +132,7 @@ class RankParameters:
         self._watch.placed(self)
 
     def _kept(self, tensor: torch.Tensor, stages: Sequence[StageGrid]) -> torch.Tensor | None:
-        """What this rank has in the place of a parameter or buffer. One that no stage reads, every rank keeps."""
+        """What replaces a parameter or buffer on this rank. Every rank keeps those that no stage reads."""
         held = self._holdings.get(id(tensor))
         if held is None:
             if not isinstance(tensor, nn.Parameter):
@@ -172,7 +172,7 @@ class RankParameters:
     def _made(
         self, tensor: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, layout: Sequence[Placement]
     ) -> nn.Parameter:
-        """A parameter in the place of `tensor`, of which this rank stores `local`."""
+        """A parameter that replaces `tensor`. This rank stores `local`, its part."""
         whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
         new = nn.Parameter(whole, tensor.requires_grad)
         torch_private.keep_hooks_and_attributes(tensor, new)
@@ -192,8 +192,8 @@ class RankParameters:
         return self._tables.whole()
 
     def check_known(self) -> None:
-        """Inside `whole`, raise InputError for parameters that the model did not have when they were placed; before
-        that, for a model that is in parts already."""
+        """Call it inside `whole`. Raises InputError for parameters that were added after the placing. Before the
+        placing, raises InputError for a model that another plan has placed."""
         if self._tables:
             self._tables.check_known(self._model)
         else:
@@ -207,16 +207,16 @@ class RankParameters:
     # -- use --------------------------------------------------------------------------------------------------------
 
     def of(self, tensor: torch.Tensor) -> nn.Parameter:
-        """This rank's parameter in the place of the one that the model was built with."""
+        """This rank's parameter that replaces one of the original model."""
         new = self._new[id(tensor)]
-        assert isinstance(new, nn.Parameter), "stages read what their ranks hold (`read_later`)"
+        assert isinstance(new, nn.Parameter), "`read_later` checks that ranks hold what their stages read"
         return new
 
     def read_later(self, lowered: Lowered, stages: Sequence[StageGrid], whole: Mapping[str, torch.Tensor]) -> None:
-        """The stages of a later call are about to read parameters. Collective.
+        """Prepare the parameters that the stages of a later call read. Collective.
 
-        `whole`: the tensors that the model was built with, by name. Raises PlanError on all ranks for a piece that a
-        rank does not have.
+        `whole`: the tensors of the original model, by name. Raises PlanError on all ranks if a rank does not have a
+        piece that it needs.
         """
         check_held(lowered, stages, whole, self._holdings, self._everywhere)
         found = newly_read(lowered, stages, whole, self._holdings, self._everywhere, self._world.size)
@@ -231,7 +231,7 @@ class RankParameters:
             self.changes.steps.add_shared_by_all([self.parameters[id(self._new[key])] for key in found])
 
     def left_alone(self, lowered: Lowered, whole: Mapping[str, torch.Tensor]) -> frozenset[int]:
-        """Ids of this rank's parameters that all ranks share, and that none of these stages reads."""
+        """Ids of this rank's parameters that all ranks share but none of these stages reads."""
         read = {id(whole[piece.name]) for stage in lowered.stages for piece in stage.pieces if piece.name in whole}
         return frozenset(id(self._new[key]) for key in self._everywhere - read if key in self._holdings)
 

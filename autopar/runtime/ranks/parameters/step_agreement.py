@@ -58,14 +58,14 @@ class StepAgreement:
         self._first_names = [next(name for key, name in names.items() if holders[key] == one) for one in self._shared]
         together = {key: holdings[key][world.rank].together for key in here if key in holdings}
         everywhere = sorted({ranks for theirs in world.gathered({*together.values()}) for ranks in theirs})
-        self._alike = alike = world.gathered(_hardware(world.device))  # another one may round otherwise
+        self._alike = alike = world.gathered(_hardware(world.device))  # other hardware may round differently
         self._copies = [ranks for ranks in everywhere if len(ranks) > 1 and len({alike[rank] for rank in ranks}) == 1]
         self._copied = [(together[key], here[key]) for key in names if together.get(key) in self._copies]
         self.whole = WholeSteps(world, [p for key, p in here.items() if key in holdings])
         self._steps: list[list[Step]] = [[] for _ in self._shared]  # since the last call, by place in `_shared`
 
     def add_shared_by_all(self, parameters: Sequence[torch.Tensor]) -> None:
-        """From the next call on, all ranks have copies of these parameters, and train them."""
+        """From the next call on, also compare these parameters, which all ranks hold and train."""
         ranks = tuple(range(self._world.size))
         self.whole.add(parameters)
         if len(ranks) > 1 and len(set(self._alike)) == 1:

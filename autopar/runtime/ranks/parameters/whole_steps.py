@@ -45,7 +45,7 @@ class WholeSteps:
         self._without: set[int] = set()  # ranks that had none, where others made steps
 
     def add(self, own: Sequence[torch.Tensor]) -> None:
-        """This rank's stages read these parameters from now on, too."""
+        """Also count these parameters as parameters that this rank's stages read."""
         self._own |= {id(p): p for p in own}
 
     def is_made_before(self, optimizer: torch.optim.Optimizer) -> None:

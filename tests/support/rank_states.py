@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Plan
+from autopar.runtime.ranks.gradients import buckets
 from autopar.runtime.ranks.gradients.gathered import GatheredValues
 from autopar.runtime.signatures.captures import CallArguments
 from autopar.sharding.stage_sharding import Stored
@@ -103,6 +104,30 @@ def stepped_by(optimizer: str, zero: int, steps: int, **degrees: Any) -> dict[st
             for name, p in pm.named_parameters()
         },
     }
+
+
+def stepped_in_small_buckets(zero: int, degrees: dict[str, Any], width: int) -> float:
+    """The parameters' largest error after steps of which some freeze a parameter, where most matrices are larger than a
+    bucket. `width`: of every layer; jobs of one pool have different ones, as DTensor's caches outlive process groups."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)
+        )
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(buckets, "BUCKET_BYTES", 1024)
+        original, pm, x = ready(zero, build, **degrees)
+        ours, theirs = OPTIMIZERS["adamw"](pm.parameters()), OPTIMIZERS["adamw"](original.parameters())
+        for step in range(6):
+            for model, optimizer in ((pm, ours), (original, theirs)):
+                for name, p in model.named_parameters():
+                    p.requires_grad_(step not in (2, 3) or name not in ("0.bias", "2.weight"))
+                optimizer.zero_grad()
+                square(model, x).backward()
+                optimizer.step()
+    wanted = dict(original.named_parameters())
+    return max((p.full_tensor() - wanted[name]).abs().max().item() for name, p in pm.named_parameters())
 
 
 def entries_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[DTensor]:

@@ -239,7 +239,8 @@ def _moved(use: TensorUse, needed: NeededRedistribution) -> Moved:
 
 
 def gathered_bytes(use: TensorUse, out: Any, into: Ends) -> float:
-    """Bytes on each device of a parameter that is gathered for its reader, and of a gradient until it is scattered.
+    """Bytes on each device of a parameter that is gathered for its reader, and of a gradient until it is scattered,
+    with the part of it that arrives.
 
     They are there while the reader runs. As the price lets no collective overlap with the operators before it, none is
     gathered ahead.
@@ -247,7 +248,8 @@ def gathered_bytes(use: TensorUse, out: Any, into: Ends) -> float:
     if use.origin == "activation" or not use.constant:
         return 0.0
     if read_as_stored(out.layout, into[0]):
-        return use.nbytes / parts(into[1], use.table.mesh) if out.scattered else 0.0
+        sent, stored = (use.nbytes / parts(layout, use.table.mesh) for layout in (into[1], out.state))
+        return sent + stored if out.scattered else 0.0
     if not any(step.collective for step in use.table.path(out.layout, into[0])):
         return 0.0  # a part of what the device has
     mesh = use.table.mesh

@@ -153,6 +153,7 @@ class RankExecutable(Executable):
             self._buckets = self._rank_parameters.buckets
             self.parameters = [*self._rank_parameters.parameters.values(), self._anchor]
             self._by_id = {id(p): p for p in self.parameters}
+            self.sums.close()
             self.sums = self._new_sums()
             self.left_alone_parameters = self._rank_parameters.left_alone(self.lowered, self._whole)
 

@@ -23,6 +23,7 @@ from rank_states import (
     refused_states,
     seen_changes,
     stepped_by,
+    stepped_in_small_buckets,
     tied_values,
     tied_with_other_scattering,
     tied_with_other_states,
@@ -75,6 +76,15 @@ def test_twenty_steps_give_the_parameters_of_one_process(ranks: RankPool, optimi
         cut = {"0.weight", "0.bias", "2.weight"}  # 7 biases and norms cannot be cut in two
         assert one["cut"] == {name: share if name in cut else 1.0 for name in one["cut"]}
         assert one["entries"] == {name: {part} for name, part in one["cut"].items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("degrees", [{"data": 2}, {"data": 2, "pipeline": 2, "micro_batch": 2}], ids=str)
+def test_parameters_larger_than_a_bucket_train(ranks: RankPool, degrees: dict[str, int], zero: int) -> None:
+    n = 2 * degrees.get("pipeline", 1)
+    for error in ranks.run(stepped_in_small_buckets, n, zero, degrees, 16 + 8 * zero + n):
+        assert error < 1e-9
 
 
 @pytest.mark.slow

@@ -53,6 +53,11 @@ class Bucket:
         """Ranks of the row."""
         return self.row.size if self.row is not None else 1
 
+    @property
+    def large(self) -> bool:
+        """Whether one parameter alone is more than a bucket has bytes for."""
+        return len(self.entries) == 1 and self.entries[0].shape.numel() * self.dtype.itemsize > BUCKET_BYTES
+
 
 def buckets_of(
     rank: int,
@@ -108,5 +113,11 @@ def _filled(entries: Sequence[Entry], new: Mapping[int, torch.Tensor | None]) ->
 
 
 def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All entries, one tensor behind the other."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    """All entries, one tensor behind the other; without a copy where they lie so in one memory."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    first, end = flat[0], flat[0].data_ptr()
+    for one in flat:
+        if one.data_ptr() != end or one.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(flat)
+        end += one.nbytes
+    return first.as_strided((sum(map(torch.Tensor.numel, flat)),), (1,))

@@ -5,19 +5,25 @@
    stage 0      B0 ... B3 |
                        [reduce_scatter over the row] ........ [all_reduce over the column]     ZeRO 1
                        [all_reduce over the column] .......                                    stored as it is read
-   ZeRO 2: B0 [reduce_scatter] B1 [reduce_scatter] ...        [all_reduce over the column]
+   ZeRO 2: B0 ... [reduce_scatter of its last bucket] B1 ...  [all_reduce over the column]
 ```
 Every rank of a group starts the same collectives in the same order: buckets start in their fixed order, each once it
 and those before it are complete, and what follows (over columns, after rows) starts after all of them. A rank without a
 gradient takes part with zeros. The last numbers of every bucket count the ranks that have one: a parameter for which no
-rank has a gradient gets none, as in one process. On GPUs, the hosts add up these counts beside the bucket, so that none
-waits for its GPU to know them. Parameters that all ranks have frozen take no part.
+rank has a gradient gets none, as in one process. On GPUs the hosts add up these counts beside the bucket, so that none
+waits for its GPU to know them; so they do for a large parameter, whose gradient then travels without being copied.
+Parameters that all ranks have frozen take no part.
+
+Under ZeRO 2 a bucket of a micro-batch starts within the backward, once autograd has all of its gradients, and one
+travels at a time: no device holds the gradients of a whole stage. The ranks of a row are devices of one mesh, which do
+the same actions in the same order, so that they may wait for each other there.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,7 +49,8 @@ class GradientSums:
         `carrier`: where they must be to travel."""
         self._buckets = tuple(buckets)
         self._device, self._carrier = device, carrier
-        self._counts_inside = carrier.type == "cpu"  # the counts are part of the bucket
+        # By bucket: whether the counts are part of it. A large parameter's gradient travels without being copied.
+        self._counts_inside = [carrier.type == "cpu" and not bucket.large for bucket in self._buckets]
         self._leaves: defaultdict[int, list[tuple[int, ParameterLeaf]]] = defaultdict(list)  # by parameter
         for stage, leaf in leaves:
             self._leaves[leaf.key].append((stage, leaf))
@@ -67,7 +74,29 @@ class GradientSums:
         self._started: dict[int, torch.Tensor] = {}  # by bucket: what its first collective gives
         self._has: dict[int, list[float]] = {}  # by bucket, 1 for every parameter that has a gradient here
         self._counts: dict[int, torch.Tensor] = {}  # by bucket: the same, of the ranks of its first collective
-        self._scattered: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # (sum so far, in progress)
+        # By bucket, of micro-batches: (sum so far, what travels).
+        self._scattered: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        self._travelling: int | None = None  # the last bucket that was scattered, if it may still travel
+        # By stage that reads some: the scattered buckets in order, and how many of them this backward has started.
+        self._order: defaultdict[int, list[int]] = defaultdict(list)
+        self._n_started: Counter[int] = Counter()
+        # By (bucket, stage): the parameters whose gradients this backward has added up.
+        self._arrived: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+        self._hooks = [
+            leaf.tensor.register_post_accumulate_grad_hook(_arrival(self, number, stage, entry.key))
+            for number, bucket in enumerate(self._buckets)
+            if bucket.scattered
+            for entry in bucket.entries
+            for stage, leaf in self._leaves.get(entry.key, ())
+        ]
+        for number, bucket in enumerate(self._buckets):
+            for stage in self._readers[number] if bucket.scattered else ():
+                self._order[stage].append(number)
+
+    def close(self) -> None:
+        """Other sums are about to follow the same leaves."""
+        for hook in self._hooks:
+            hook.remove()
 
     def is_shared(self, key: int) -> bool:
         """Whether other ranks read a parameter, too."""
@@ -108,9 +137,9 @@ class GradientSums:
     def after_backward(self, stage: int) -> None:
         """A backward action of a stage has ended: start what is complete."""
         self._left[stage] -= 1
-        for number, bucket in enumerate(self._buckets):
-            if bucket.scattered and stage in self._readers[number]:
-                self._scatter(number, stage)
+        self._scatter_next(stage, complete=True)
+        del self._n_started[stage]
+        self._arrived.clear()
         if not self._start_at_end:
             self._start(complete=False)
 
@@ -167,7 +196,7 @@ class GradientSums:
                 flat = self._sum(number)
                 if flat is None:  # no stage of this rank reads it in this execution
                     numel = sum(entry.shape.numel() // bucket.n for entry in entries)
-                    numel += len(entries) if self._counts_inside else 0
+                    numel += len(entries) if self._counts_inside[number] else 0
                     flat = torch.zeros(numel, dtype=bucket.dtype, device=self._carrier)
             else:
                 flat = self._flat(number, None)
@@ -176,7 +205,7 @@ class GradientSums:
             elif bucket.column is not None:
                 flat = process_groups.started_all_reduce(flat, bucket.column.name)
             self._started[number] = flat
-            if not self._counts_inside:
+            if not self._counts_inside[number]:
                 first = bucket.row or bucket.column
                 assert first is not None, "a bucket is of several ranks"
                 has = self._has.pop(number, [0.0] * len(entries))
@@ -198,7 +227,7 @@ class GradientSums:
             gradients.append(own if before is None else before if own is None else before + own)
         has = [float(g is not None) for g in gradients]
         inside = []
-        if self._counts_inside:
+        if self._counts_inside[number]:
             inside.append(torch.tensor(has, dtype=bucket.dtype))
         else:
             before_here = self._has.get(number, has)  # of the micro-batches before, where each is scattered
@@ -216,34 +245,67 @@ class GradientSums:
             parts += inside
         return joined(parts)
 
+    def arrived(self, number: int, stage: int, key: int) -> None:
+        """A stage's backward has added up the gradient of a parameter in a scattered bucket."""
+        assert key not in self._arrived[number, stage], "one backward accumulates every gradient once"
+        self._arrived[number, stage].add(key)
+        self._scatter_next(stage, complete=False)
+
+    def _scatter_next(self, stage: int, *, complete: bool) -> None:
+        """Start to scatter the buckets of a stage that are next in order. `complete`: its backward has ended."""
+        order = self._order[stage]
+        while self._n_started[stage] < len(order):
+            number = order[self._n_started[stage]]
+            if not complete and any(e.key not in self._arrived[number, stage] for e in self._entries[number]):
+                return
+            self._n_started[stage] += 1
+            self._scatter(number, stage)
+
     def _scatter(self, number: int, stage: int) -> None:
-        """Start to scatter the gradients of one micro-batch, once those of the micro-batch before have arrived."""
+        """Start to scatter the gradients of one micro-batch, once those that were scattered before have arrived."""
         bucket = self._buckets[number]
         if not self._entries[number]:
             return
         assert bucket.row is not None
+        if self._travelling is not None:
+            self._scattered[self._travelling] = self._sum(self._travelling), None
         before = self._sum(number)
         flat = self._flat(number, stage)
         self._scattered[number] = before, process_groups.started_reduce_scatter(flat, bucket.row.size, bucket.row.name)
+        self._travelling = number
 
     def _sum(self, number: int) -> torch.Tensor | None:
         """Of the micro-batches whose gradients were scattered so far; None if there was none."""
-        before, pending = self._scattered.pop(number, (None, None))
-        if pending is None:
-            return None
-        arrived = process_groups.finished(pending)
+        before, travelling = self._scattered.pop(number, (None, None))
+        if travelling is None:
+            return before
+        arrived = process_groups.finished(travelling)
         return arrived if before is None else before.add_(arrived)
 
     def _drop(self) -> None:
         """Drop gradients that no rank has taken: the call before ended with an error on all ranks."""
-        scattered = (pending for _, pending in self._scattered.values())
+        scattered = (travelling for _, travelling in self._scattered.values() if travelling is not None)
         for pending in [*self._started.values(), *self._counts.values(), *scattered]:
             process_groups.finished(pending)
         self._started.clear()
         self._counts.clear()
         self._has.clear()
         self._scattered.clear()
+        self._travelling = None
+        self._n_started.clear()
+        self._arrived.clear()
         self._next = 0
+
+
+def _arrival(sums: GradientSums, number: int, stage: int, key: int) -> Callable[[torch.Tensor], None]:
+    """A hook of a leaf in bucket `number`. It does not keep `sums` alive, because the leaves may outlive them."""
+    found = weakref.ref(sums)
+
+    def hook(_: torch.Tensor) -> None:
+        if (one := found()) is not None:
+            one.arrived(number, stage, key)
+
+    return hook
 
 
 def _taken(leaves: Iterable[tuple[int, ParameterLeaf]]) -> torch.Tensor | None:

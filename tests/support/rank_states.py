@@ -108,7 +108,10 @@ def stepped_by(optimizer: str, zero: int, steps: int, **degrees: Any) -> dict[st
 
 def stepped_in_small_buckets(zero: int, degrees: dict[str, Any], width: int) -> float:
     """The parameters' largest error after steps of which some freeze a parameter, where most matrices are larger than a
-    bucket. `width`: of every layer; jobs of one pool have different ones, as DTensor's caches outlive process groups."""
+    bucket.
+
+    `width`: of every layer. Jobs of one pool need different ones, because DTensor's caches outlive process groups.
+    """
 
     def build() -> nn.Module:
         return nn.Sequential(
@@ -151,17 +154,22 @@ def live_bytes() -> int:
 
 def memory_left(zero: int) -> float:
     """What a rank holds between two steps of Adam, in sizes of the model."""
-    before = live_bytes()
-    original, pm, x = ready(zero, wide)
-    size = sum(p.nbytes for p in original.parameters())
-    del original
-    optimizer = torch.optim.Adam(pm.parameters(), foreach=False)
-    for _ in range(2):
+
+    def beyond_before() -> float:
+        before = live_bytes()
+        original, pm, x = ready(zero, wide)
+        size = sum(p.nbytes for p in original.parameters())
+        del original
+        optimizer = torch.optim.Adam(pm.parameters(), foreach=False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            square(pm, x).backward()
+            optimizer.step()
         optimizer.zero_grad()
-        square(pm, x).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    return (live_bytes() - before) / size
+        return (live_bytes() - before) / size
+
+    beyond_before()  # what the process keeps to measure the machine is there from now on
+    return beyond_before()
 
 
 def parameters_held(zero: int) -> int:

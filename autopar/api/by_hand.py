@@ -43,14 +43,15 @@ def _by_hand(
     optimizer: str,
     **how: Any,
 ) -> Plan:
-    """See `Plan.by_hand`. `how`: `launch`, `precision`, `optimizer_step` and `overlap`."""
+    """See `Plan.by_hand`. `how`: `batch_dim`, `launch`, `precision`, `optimizer_step` and `overlap`."""
     check_module(model)
     options, problems = _options(optimizer, how)
     args, kwargs = need_example("a plan by hand", example_args, example_kwargs)
     check_loss_and_target(loss_fn, target)
+    call: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "batch_dim": options.batch_dim}
     with progress_bar() as progress:
         if isinstance(devices, Cluster) and not devices.at_hand:
-            example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
+            example = example_ahead(model, args, kwargs, strict=False, **call)
             return with_pricer(
                 plan_by_hand(example, devices, options, degrees, progress, problems=problems),
                 cluster_pricer(example, devices, options),
@@ -59,7 +60,7 @@ def _by_hand(
             parsed = devices_at_hand(model, devices, None, world)
 
         def captured(model: nn.Module) -> Example:
-            return capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
+            return capture_example(model, parsed, args, kwargs, **call)
 
         example = captured(model)
         if world is not None:

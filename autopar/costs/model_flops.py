@@ -31,7 +31,8 @@ def model_flops(example: Example, device_type: str | None = None) -> ByPeak:
     """FLOPs of a step on the whole batch: forward and, in training, backward.
 
     Two for each multiplication and addition, of products alone; nothing is counted twice for recomputation, and a loss
-    outside of the model does not count. `device_type`: that of the devices at hand, on which torch.autocast of this
+    outside of the model does not count. Convolutions and causal attention count in full, as utilisation is usually
+    reported, although some kernels leave products out. `device_type`: that of the devices at hand, on which torch.autocast of this
     thread, if it is on, casts products; None: the products of the program as it is.
     """
     program, meta = example.program, torch.device("meta")
@@ -63,7 +64,10 @@ def _work_of_end(example: Example) -> OperatorWork:
 
 
 def least_seconds(flops: ByPeak, cluster: Cluster) -> float:
-    """Seconds that all devices of a cluster need for these FLOPs at the peaks of their data sheets."""
+    """Seconds that all devices of a cluster need for these FLOPs at the peaks of their data sheets.
+
+    Kernels that compute fewer products than the model has (Winograd's, of causal attention) may take less.
+    """
     return _at_peaks(flops, cluster.node) / cluster.nodes
 
 

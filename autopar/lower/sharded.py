@@ -80,7 +80,7 @@ class Sharded:
     graph: fx.Graph  # of all devices
     pieces: tuple[Piece, ...]  # what they hold of the parameters that the stage's graph reads
     multiple: int = 1  # the number of samples in a micro-batch must be a multiple of this to be cut evenly
-    undivided: tuple[str, ...] = ()  # operators that every device does whole: their sizes cannot be cut as planned
+    undivided: tuple[str, ...] = ()  # operators that every device does whole: they cannot be cut as planned
 
 
 def shard(
@@ -89,13 +89,15 @@ def shard(
     sharding: StageSharding,
     keys: Mapping[str, str],
     storages: Mapping[str, frozenset[int]],
+    *,
+    of_other_call: bool = False,
 ) -> Sharded:
     """The stage on all devices of its mesh.
 
     `source` has the parameters. `keys`: of operators, by name of the node; `storages`: keys of the memory of every
-    value, by name. Raises PlanError for layouts that an operator or a parameter cannot have.
+    value, by name. `of_other_call`: see `StrategyChoices`. Raises PlanError for layouts that an operator or a parameter cannot have.
     """
-    return _Builder(graph, source, sharding, keys, storages).build()
+    return _Builder(graph, source, sharding, keys, storages, of_other_call).build()
 
 
 class _Builder:
@@ -106,6 +108,7 @@ class _Builder:
         sharding: StageSharding,
         keys: Mapping[str, str],
         storages: Mapping[str, frozenset[int]],
+        of_other_call: bool,
     ) -> None:
         self.source, self.sharding, self.mesh, self.size = source, sharding, sharding.mesh, sharding.size
         self.old, self.parts = graph, DeviceValues(sharding.mesh, sharding.size, regather=sharding.regather)
@@ -115,7 +118,7 @@ class _Builder:
         self.made: dict[fx.Node, DeviceValue] = {}
         self.pieces: dict[str, Piece] = {}  # by attribute
         seen = without_writes(graph, storages)
-        self.choices = StrategyChoices(sharding, keys, seen)
+        self.choices = StrategyChoices(sharding, keys, seen, of_other_call=of_other_call)
         self.keys = keys
         # A stage starts from clones of what it overwrites (`lower.stages`). Without writes, the clones are not needed.
         self.spare = {n for n in graph.nodes if n.target is aten.clone.default and n.name not in keys and n not in seen}

@@ -68,7 +68,7 @@ class StageProgram:
     layerwise: bool = False  # its layers run again for their backward, each as one
     reruns: bool = False  # groups of its operators run again for their backward
     regathers: bool = False  # keeps shards of what it gathers, and gathers that again in the backward
-    undivided: tuple[str, ...] = ()  # operators that all of these devices do whole: their sizes cannot be cut evenly
+    undivided: tuple[str, ...] = ()  # operators that all of these devices do whole: they cannot be cut as planned
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -112,19 +112,21 @@ def lower(
     defer_norms: bool = False,
     shardings: Sequence[StageSharding | None] = (),
     recompute: Sequence[Recompute] = (),
+    of_other_call: bool = False,
 ) -> Lowered:
     """Split `program` by `stage_of` (for every node that computes; replicable ones may be left out).
 
     `storages` (of `batching.study`): the memory of every value. A stage that overwrites the memory of a value that it
     received starts from a clone, so that the copy of the sender stays whole. `defer_norms`: running statistics of batch
     norms are updated after the batch. `shardings`: one per stage (default: none is sharded). `recompute`: one per
-    stage; it decides which groups of operators run again in the backward (`rerun_groups`).
+    stage; it decides which groups of operators run again in the backward (`rerun_groups`). `of_other_call`: the
+    shardings were found for another call, whose operators may be others (`StrategyChoices`).
     Raises PlanError where a value would have to flow backwards.
     """
     flat = list(program.graph.output_node().args[0])  # type: ignore[arg-type]
     results = list(dict.fromkeys(result for result in flat if isinstance(result, fx.Node)))
     values = stage_values(program, stage_of, results)
-    source = _Source(program, values, storages, operator_keys(program), defer_norms, tuple(recompute))
+    source = _Source(program, values, storages, operator_keys(program), defer_norms, tuple(recompute), of_other_call)
     by_stage = dict(enumerate(shardings))
     stages = tuple(_StageBuilder(source, s).build(by_stage.get(s)) for s in range(len(values.needed)))
     positions = {node: position for position, node in enumerate(values.sent[-1])}
@@ -141,6 +143,7 @@ class _Source:
     keys: Mapping[fx.Node, str]  # of operators
     defer_norms: bool
     recompute: tuple[Recompute, ...]  # of each stage; (): nothing
+    of_other_call: bool  # the shardings
 
     @cached_property
     def deferred_counters(self) -> frozenset[str]:
@@ -277,7 +280,8 @@ class _StageBuilder:
         if sharding is None or sharding.size == 1:
             return Sharded(self.graph, tuple(Piece(name, name, 0) for name in self.parameters))
         keys = {self.copies[node].name: key for node, key in self.source.keys.items() if node in self.copies}
-        return shard(self.graph, self.module, sharding, keys, self.source.storages)
+        storages, of_other_call = self.source.storages, self.source.of_other_call
+        return shard(self.graph, self.module, sharding, keys, storages, of_other_call=of_other_call)
 
 
 def _opaque_parts(graph: fx.Graph, module: fx.GraphModule) -> list[Uncaptured]:

@@ -60,10 +60,14 @@ def ordered_kwargs(node: fx.Node) -> dict[str, Any]:
 class StrategyChoices:
     """The strategies of the operators of one stage."""
 
-    def __init__(self, sharding: StageSharding, keys: Mapping[str, str], whole: set[fx.Node]) -> None:
-        """`keys`: of operators, by name of the node. `whole`: nodes that every device does all of in any case."""
+    def __init__(
+        self, sharding: StageSharding, keys: Mapping[str, str], whole: set[fx.Node], *, of_other_call: bool = False
+    ) -> None:
+        """`keys`: of operators, by name of the node. `whole`: nodes that every device does all of in any case.
+        `of_other_call`: the placements are of another call, in which a key may name another operator."""
         self._sharding, self._keys, self._whole = sharding, keys, whole
-        self.undivided: list[str] = []  # keys of operators whose sizes cannot be cut as planned
+        self._of_other_call = of_other_call
+        self.undivided: list[str] = []  # keys of operators that cannot be cut as planned
         self._found: dict[fx.Node, StrategyChoice | None] = {}
 
     def of(self, node: fx.Node) -> StrategyChoice:
@@ -95,13 +99,15 @@ class StrategyChoices:
         match = self._completed(rule, wanted)
         if match is None and rule_name(node) == _ATTENTION:
             match = self._with_another_mask(rule, wanted)
+        if match is None and self._of_other_call:
+            match = self._with_same_results(rule, wanted)
         if match is None:
             example = bind(node, _as_in_example)
             if example is not None and self._completed(example, wanted) is not None:
                 return None  # only batches of some sizes can be cut like this
             tensors = [o.meta["val"] if is_tensor(o) else None for o in rule.operands]
-            if not self._comes_apart(wanted, (tensors, results)):
-                self.undivided.append(str(key))  # other lengths or image sizes can be cut like this
+            if self._of_other_call or not self._comes_apart(wanted, (tensors, results)):
+                self.undivided.append(str(key))  # other operators, lengths or image sizes can be cut like this
                 return None
             every = strategies(self._even(rule), self._sharding.mesh)
             few = "; ".join(map(strategy_text, every[:_MOST_NAMED])) + (" ..." if len(every) > _MOST_NAMED else "")
@@ -133,6 +139,15 @@ class StrategyChoices:
         every = strategies(self._even(rule), self._sharding.mesh)
         same = (one for one in every if (one.inputs[:3], one.outputs) == (wanted.inputs[:3], wanted.outputs))
         return next(same, None)
+
+    def _with_same_results(self, rule: Rule, wanted: OperatorPlacements) -> Strategy | None:
+        """The strategy with the same placements of results, and the most of the same of operands."""
+        every = [one for one in strategies(self._even(rule), self._sharding.mesh) if one.outputs == wanted.outputs]
+
+        def alike(one: Strategy) -> int:
+            return sum(a == b for a, b in zip(one.inputs, wanted.inputs, strict=False))
+
+        return max(every, key=alike, default=None)
 
     def _even(self, rule: Rule) -> Rule:
         """Sizes that depend on the batch as if every mesh could cut them: `share` checks that when the stage runs."""

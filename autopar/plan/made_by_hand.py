@@ -100,6 +100,7 @@ class PlanByHand:
         recompute: str = "none",
         sequence_parallel: bool = False,
         optimizer: str = "adamw",
+        batch_dim: int | dict[str, int | None] | None = None,
         launch: str | None = None,
         precision: str | None = None,
         optimizer_step: str | None = None,
@@ -141,6 +142,7 @@ class PlanByHand:
             sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well. What matrices
                 then read gathered is kept as parts, and gathered again in the backward, as in Megatron-LM.
             optimizer: whose state must fit the memory, and whose step ends the predicted one.
+            batch_dim: as for `autopar.plan`.
             launch, precision, optimizer_step, overlap: as for `autopar.plan` on a cluster.
 
         Raises:
@@ -159,6 +161,7 @@ class PlanByHand:
             target=target,
             loss_fn=loss_fn,
             optimizer=optimizer,
+            batch_dim=batch_dim,
             launch=launch,
             precision=precision,
             optimizer_step=optimizer_step,

@@ -32,7 +32,7 @@ class PlannedRow:
     plan: Plan  # with its predictions
     samples: int  # of a step
     tokens: int | None  # of a step; None for a model without token inputs
-    least: float  # s: all devices of the cluster at their peaks
+    least: float  # s: all devices of the cluster for the model's FLOPs at their peaks (`least_seconds`)
 
     @property
     def seconds(self) -> float:

@@ -7,7 +7,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.recompute import DESCRIBED
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
 from autopar.report.diff import decisions_in_words
-from autopar.report.quantities import seconds_text, size_text, utilisation_text
+from autopar.report.quantities import seconds_text, size_text, utilisation_note, utilisation_text
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from cost_models import bytes_text
 
@@ -25,7 +25,7 @@ def _comparison(comparison: ClusterComparison) -> str:
     columns = ["plan", "step\nms", f"{unit}\nper s", "MFU", "peak\nMB", "bubble", "commu-\nnication\nms"]
     rows = [_cells(row) for row in comparison.rows]
     foot = (
-        "MFU: model FLOPs utilisation of all devices, used or not. peak MB: of the fullest device. "
+        f"{utilisation_note(row.utilisation for row in comparison.rows)} peak MB: of the fullest device. "
         "communication: collectives that no computing hides, on the device with most of them."
     )
     done = [paragraph(f"{row.name}: {described(row.plan)}") for row in comparison.rows]

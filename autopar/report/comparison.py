@@ -8,7 +8,7 @@ from autopar.plan.display import shown
 from autopar.plan.made_by_hand import BY_HAND
 from autopar.plan.plan import Plan
 from autopar.report.plan_report.verdict import verdict
-from autopar.report.quantities import count, utilisation_text
+from autopar.report.quantities import count, utilisation_note, utilisation_text
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from autopar.runtime.comparing.comparison import Comparison, Row, SystemRow
 from cost_models.measuring.intervals import Interval
@@ -35,7 +35,7 @@ def _comparison(comparison: Comparison) -> str:
         columns.append("MFU")
         for cells, row in zip(rows, comparison.rows, strict=True):
             cells.append(utilisation_text(comparison.utilisation(row) or 0.0))
-        foot += " MFU: model FLOPs utilisation of all devices, used or not."
+        foot += f" {utilisation_note(map(comparison.utilisation, comparison.rows))}"
     parts = [head, table(columns, rows, words=2, first_to_go=_FIRST_TO_GO)]
     measured = [row for row in comparison.systems if row.steps]
     if measured:

@@ -22,6 +22,7 @@ __all__ = [
     "share_of_text",
     "size_text",
     "ticks",
+    "utilisation_note",
     "utilisation_text",
 ]
 
@@ -80,6 +81,17 @@ def percent(share: float, sign: str = "") -> str:
 def utilisation_text(share: float) -> str:
     """`12.3%`, and `0.012%` where one decimal would show nothing."""
     return percent(share) if not share or share >= 1e-3 else f"{digits(100 * share, 2)}%"
+
+
+def utilisation_note(shares: Iterable[float | None]) -> str:
+    """What model FLOPs utilisation is, and how it may exceed 100 %."""
+    text = "MFU: model FLOPs utilisation of all devices, used or not."
+    if any(share is not None and share > 1 for share in shares):
+        text += (
+            " It exceeds 100 % where kernels compute fewer products than the model has, such as Winograd's for "
+            "convolutions of 3 x 3, or those of causal attention."
+        )
+    return text
 
 
 def no_data_sheet(device_kinds: Iterable[str]) -> str:

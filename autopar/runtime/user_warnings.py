@@ -50,13 +50,13 @@ class OneTimeWarnings:
             )
 
     def undivided(self, lowered: Lowered) -> None:
-        """The plan was made for inputs of other sizes, which its shards divide."""
+        """The plan was made for a call with inputs of other sizes, which its shards divide, or with other operators."""
         whole = [key for stage in lowered.stages for key in stage.undivided]
         if whole:
             more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
             self._once(
-                f"every device computes all of {whole[0]}{more}: the plan splits them over devices, but the number of "
-                "devices does not divide their sizes in this call"
+                f"every device computes all of {whole[0]}{more}: the plan splits them over devices, but in this call "
+                "the number of devices does not divide their sizes, or they are other operators"
             )
 
     def left_alone(self, stages: Mapping[int, str], compile: bool | str) -> None:

@@ -277,7 +277,7 @@ def test_the_mean_loss_of_a_step_weighs_samples_alike(meshes: Meshes) -> None:
 def test_other_lengths_run_by_the_same_plan(meshes: Meshes) -> None:
     """Every device does all of what cannot be cut any more."""
     model, _, pm, x = twice(meshes)
-    with pytest.warns(autopar.AutoparWarning, match="the number of devices does not divide their sizes in this call"):
+    with pytest.warns(autopar.AutoparWarning, match="in this call the number of devices does not divide their sizes"):
         assert_same_step(model, pm, x[:, :7], tolerance=1e-9)
     for length in (8, 12):
         assert_same_step(model, pm, x[:, :length], tolerance=1e-9)
@@ -379,20 +379,71 @@ class Masked(nn.Module):
         return self.end(x + found)
 
 
-@pytest.mark.parametrize("planned_with", [0, 1, 2])
-@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("planned_with", "degrees"),
+    [(0, {"tensor": 2}), (1, {"tensor": 2}), (2, {"tensor": 2}), (0, {"data": 2}), (1, {"data": 2})],
+)
 def test_a_call_may_have_another_mask_than_the_plans(planned_with: int, degrees: dict[str, int]) -> None:
-    """None, one for all samples, and one for each sample and head."""
+    """None, one for all samples, and one for each sample and head, which nothing cuts by samples."""
     model, x = Masked().double(), torch.randn(4, 6, 8, dtype=torch.float64)
     original = copy.deepcopy(model)
     causal = torch.triu(torch.ones(6, 6), 1).bool()
     masks = [None, causal, causal | (torch.rand(8, 6, 6) > 0.7) & ~torch.eye(6).bool()]
     example = {"mask": masks[planned_with]}
-    plan = Plan.by_hand(model, ["cpu"] * 2, example_args=(x,), example_kwargs=example, **degrees)
-    pm = autopar.parallelize(model, ["cpu"] * 2, plan=plan, batch_dim={"x": 0, "mask": None})
+    whole: dict[str, Any] = {"batch_dim": {"x": 0, "mask": None}}
+    plan = Plan.by_hand(model, ["cpu"] * 2, example_args=(x,), example_kwargs=example, **whole, **degrees)
+    pm = autopar.parallelize(model, ["cpu"] * 2, plan=plan, **whole)
     for mask in (masks[planned_with], *masks):
         out, wanted = pm(x, mask=mask), original(x, mask=mask)
         assert_same_outputs(out, wanted)
         sum_of_squares(out).backward()
         sum_of_squares(wanted).backward()
         assert_same_gradients(gradients(pm), gradients(original))
+
+
+class Scaled(nn.Module):
+    """A call with a mask has another first product than one without, under the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is not None:
+            x = x * mask
+        return torch.tanh(self.b(torch.tanh(self.a(x)) * 0.5)) * 2
+
+
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"data": 2}, {"data": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_call_may_have_other_operators_than_the_plans(first: bool, planned: bool, degrees: dict[str, int]) -> None:
+    """`planned`, `first`: whether the call that the plan is made for, and the first one, have a mask."""
+    model, x = Scaled().double(), torch.randn(4, 8, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    mask = (x > 0).double()
+    plan = Plan.by_hand(model, ["cpu"] * 2, example_args=(x, mask) if planned else (x,), **degrees)
+    pm = autopar.parallelize(model, ["cpu"] * 2, plan=plan)
+    for masked in (first, not first, first):
+        args = (x, mask) if masked else (x,)
+        out, wanted = pm(*args), original(*args)
+        assert_same_outputs(out, wanted)
+        sum_of_squares(out).backward()
+        sum_of_squares(wanted).backward()
+        assert_same_gradients(gradients(pm), gradients(original))
+
+
+@pytest.mark.parametrize("degrees", [{"data": 2}, {"pipeline": 2, "micro_batch": 2}], ids=str)
+def test_a_plan_by_hand_cuts_the_dimension_of_samples_that_is_given(degrees: dict[str, int]) -> None:
+    """Of a model whose inputs are [sequence, batch, features]."""
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2)]
+    model, x = nn.Sequential(*layers).double(), torch.randn(5, 4, 8, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    plan = Plan.by_hand(model, ["cpu"] * 2, example_args=(x,), batch_dim=1, **degrees)
+    assert plan.batch_size == 4
+    pm = autopar.parallelize(model, ["cpu"] * 2, plan=plan, batch_dim=1)
+    out, wanted = pm(x), original(x)
+    assert_same_outputs(out, wanted)
+    sum_of_squares(out).backward()
+    sum_of_squares(wanted).backward()
+    assert_same_gradients(gradients(pm), gradients(original))

@@ -65,6 +65,7 @@ class BoundSignature:
     loss_splits: LossSplits | None = None  # of the loss functions that it was trained with
     specialised: bool = False  # from a capture with symbolic sizes
     reused: bool = False  # `batching` comes from a call of other sizes, and lacks what measuring needs
+    plan_of_other_call: bool = False  # the plan was made for another one, whose operators may be others
     whole: BoundSignature | None = None  # the same without shards, for batches that the shards do not divide
 
 
@@ -124,6 +125,7 @@ def lowered_by(
         defer_norms=settings.batch_norm == "deferred",
         shardings=[stage.sharding for stage in plan.stages],
         recompute=[stage.mode for stage in plan.stages] if signature.program.training else (),
+        of_other_call=signature.plan_of_other_call,
     )
     if len(lowered.stages) != len(plan.stages):
         raise PlanError(

@@ -121,6 +121,8 @@ class Signatures:
         bound = bound._replace(loss_split=self._loss_split(bound, call))
         plan = self._plan_for(bound, call)
         if signature.plan is not plan:
+            others = (one.plan for one in self._captures.known if one is not signature)
+            signature.plan_of_other_call |= any(one is not None and one.stages is plan.stages for one in others)
             self._place(signature, plan, check_hints=self.user_plan is not None)
             assert signature.lowered is not None
             self.warnings.undivided(signature.lowered)
@@ -168,7 +170,10 @@ class Signatures:
         tail = signature.batching.tail
         if tail is not None and not any(note.startswith(END_OF_MODEL) for note in plan.notes):
             plan = with_notes(plan, [f"{END_OF_MODEL}{tail.why}"])
-        return plan.listing(signature.program, signature.batching.storages)
+        listed = plan.listing(signature.program, signature.batching.storages)
+        other_mode = signature.program.training != plan.training
+        signature.plan_of_other_call = other_mode or listed.stages is not plan.stages
+        return listed
 
     def _decided(self, bound: BoundCall, call: CallArguments) -> Plan:
         signature = bound.signature

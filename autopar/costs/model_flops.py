@@ -32,8 +32,8 @@ def model_flops(example: Example, device_type: str | None = None) -> ByPeak:
 
     Two for each multiplication and addition, of products alone; nothing is counted twice for recomputation, and a loss
     outside of the model does not count. Convolutions and causal attention count in full, as utilisation is usually
-    reported, although some kernels leave products out. `device_type`: that of the devices at hand, on which torch.autocast of this
-    thread, if it is on, casts products; None: the products of the program as it is.
+    reported, although some kernels leave products out. `device_type`: that of the devices at hand, on which
+    torch.autocast of this thread, if it is on, casts products; None: the products of the program as it is.
     """
     program, meta = example.program, torch.device("meta")
     calls = Calls(program, [on_meta(x) for x in example.leaves])

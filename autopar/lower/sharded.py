@@ -95,7 +95,8 @@ def shard(
     """The stage on all devices of its mesh.
 
     `source` has the parameters. `keys`: of operators, by name of the node; `storages`: keys of the memory of every
-    value, by name. `of_other_call`: see `StrategyChoices`. Raises PlanError for layouts that an operator or a parameter cannot have.
+    value, by name. `of_other_call`: see `StrategyChoices`. Raises PlanError for layouts that an operator or a
+    parameter cannot have.
     """
     return _Builder(graph, source, sharding, keys, storages, of_other_call).build()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,6 +84,17 @@ def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """For every leaf, the parameter of `forward` that it was passed for."""
     named = [*zip(_positional_names(model, len(args)), args, strict=True), *kwargs.items()]
     return [name for name, value in named for _ in torch_private.tree_leaves(value)]
+
+
+def passed_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """In words, how each argument is passed: `'x' by position`, `'mask' by keyword, as a list`."""
+
+    def container(value: Any) -> str:
+        return f", as a {type(value).__name__}" if isinstance(value, (list, tuple, dict)) else ""
+
+    by_place = zip(_positional_names(model, len(args)), args, strict=True)
+    positional = [f"'{name}' by position{container(value)}" for name, value in by_place]
+    return positional + [f"'{name}' by keyword{container(value)}" for name, value in sorted(kwargs.items())]
 
 
 def _positional_names(model: nn.Module, n: int) -> list[str]:

@@ -103,6 +103,28 @@ def changed_on_one_rank(what: str, data: str) -> list[str]:
     return found
 
 
+def passed_otherwise(by_keyword: bool) -> str:
+    """The last rank passes the same argument by keyword, or in a list instead of a tuple."""
+    pm = autopar.parallelize(Wrapped(), tune=0)
+    x, is_last = torch.ones(4, 8), dist.get_rank() == dist.get_world_size() - 1
+    pm(x)
+    if by_keyword:
+        return message_of(lambda: pm(x=x) if is_last else pm(x))
+    return message_of(lambda: pm([x]) if is_last else pm((x,)))
+
+
+class Wrapped(nn.Module):
+    """Its input may be in a list or tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x[0] if isinstance(x, (list, tuple)) else x)
+
+
 def loss_of_its_own(plan: str, what: str) -> dict[str, Any]:
     """The last rank goes back from another loss of the same outputs: what that raises, whether it counts as one that
     rank 0 shows, and the error of the gradients after all ranks then go back from the same loss, or after it raised

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.capture import torch_private
-from autopar.capture.call_inputs import leaf_names
+from autopar.capture.call_inputs import leaf_names, passed_arguments
 from autopar.capture.module_hooks import has_hooks
 from autopar.capture.program import flattened
 from autopar.errors import InputError
@@ -31,7 +31,7 @@ _WHOLE = (
     "every rank must make the same calls with the whole batch: seed the data's order alike, and use no "
     "DistributedSampler (or give parallelize data='per-rank', and every rank its own samples)"
 )
-
+_PASSING = "how they pass arguments"
 
 Facts = Mapping[str, tuple[str, str]]  # by name: value, what would be right
 
@@ -118,7 +118,7 @@ class CallLeaves:
 
     def __init__(self, model: nn.Module, call: CallArguments) -> None:
         leaves, spec = flattened(call.args, call.kwargs)
-        targets, target_spec = torch_private.tree_flatten(call.target)
+        targets, target_spec = torch_private.tree_flatten(() if call.target is None else call.target)
         self.values: list[Any] = [*leaves, *targets]
         self.structure = f"{spec} {target_spec}"
         self._model, self._call, self._n_targets = model, call, len(targets)
@@ -130,6 +130,11 @@ class CallLeaves:
         n = self._n_targets
         targets = [f"target {place}" for place in range(n)] if n > 1 else ["the target"] * n
         return [*(f"input '{name}'" for name in inputs), *targets]
+
+    @property
+    def passed(self) -> str:
+        """How every argument is passed, for messages."""
+        return ", ".join(passed_arguments(self._model, self._call.args, self._call.kwargs)) or "nothing"
 
 
 class CallAgreement:
@@ -179,15 +184,16 @@ class CallAgreement:
         `shapes` and `contents`: of every leaf, its description and the checksum of its values (0: not compared).
         """
         rows = list(zip(leaves.names, shapes, contents, strict=True))
-        found = self._world.gathered((str(kind), leaves.structure, rows))
+        found = self._world.gathered(_Call(str(kind), leaves.structure, leaves.passed, rows))
         facts = self._world.gathered(_facts_of(self._model))
         known = [theirs[0] for theirs in self._world.gathered_numbers([kind.is_known])]
-        of_model = _difference_of_models(facts) if len({one for one, _, _ in found}) == 1 else ""
+        of_model = _difference_of_models(facts) if len({theirs.kind for theirs in found}) == 1 else ""
         if of_model:
             raise on_all_ranks(InputError(f"ranks differ in the model: {of_model}; {_SAME_MODEL}"))
-        difference = _difference(found)
-        if not difference:
+        if not (difference := _difference(found)):
             self.refuse_new(known)
+        if difference.startswith(_PASSING):
+            advice = "pass the same arguments in the same way on every rank"
         raise on_all_ranks(InputError(f"ranks differ in {difference or 'the batch'}; {advice}"))
 
     @staticmethod
@@ -204,29 +210,38 @@ class CallAgreement:
         )
 
 
-def _difference(found: Sequence[tuple[str, str, list[tuple[str, str, int]]]]) -> str:
-    """What differs from rank 0 first, and on which ranks; "" if nothing does.
+class _Call(NamedTuple):
+    """A rank's call, as the others compare it."""
 
-    `found`: by rank, the call's kind, structure and leaves.
-    """
+    kind: str
+    structure: str
+    passed: str  # its arguments, in words
+    leaves: list[tuple[str, str, int]]  # name, description, checksum of the content
+
+
+def _difference(found: Sequence[_Call]) -> str:
+    """What differs from rank 0 first, and on which ranks; "" if nothing does. `found`: by rank."""
 
     def others(values: Sequence[Any]) -> list[int]:
         return [rank for rank, value in enumerate(values) if value != values[0]]
 
-    kinds = [kind for kind, _, _ in found]
+    kinds = [one.kind for one in found]
     if ranks := others(kinds):
         return f"the call: {kinds[0]} on rank 0, {kinds[ranks[0]]} on rank {listed(ranks)}"
-    if ranks := others([(structure, [name for name, _, _ in rows]) for _, structure, rows in found]):
-        mine, theirs = ([name for name, _, _ in found[rank][2]] for rank in (0, ranks[0]))
+    names = [[name for name, _, _ in one.leaves] for one in found]
+    if others(names) == [] and (ranks := others([one.structure for one in found])):
+        return f"{_PASSING}: {found[0].passed} on rank 0, {found[ranks[0]].passed} on rank {listed(ranks)}"
+    if ranks := others([(one.structure, mine) for one, mine in zip(found, names, strict=True)]):
+        mine, theirs = names[0], names[ranks[0]]
         return (
             f"the arguments of the call: {', '.join(mine) or 'none'} on rank 0, {', '.join(theirs) or 'none'} on rank "
             f"{listed(ranks)}"
         )
-    for place, (name, shape, _) in enumerate(found[0][2]):
-        if ranks := others([rows[place][1] for _, _, rows in found]):
-            return f"{name}: {shape} on rank 0, {found[ranks[0]][2][place][1]} on rank {listed(ranks)}"
-    for place, (name, shape, _) in enumerate(found[0][2]):
-        if ranks := others([rows[place][2] for _, _, rows in found]):
+    for place, (name, shape, _) in enumerate(found[0].leaves):
+        if ranks := others([one.leaves[place][1] for one in found]):
+            return f"{name}: {shape} on rank 0, {found[ranks[0]].leaves[place][1]} on rank {listed(ranks)}"
+    for place, (name, shape, _) in enumerate(found[0].leaves):
+        if ranks := others([one.leaves[place][2] for one in found]):
             return f"the content of {name} ({shape}): rank {listed(ranks)} from rank 0"
     return ""
 

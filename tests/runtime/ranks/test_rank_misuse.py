@@ -21,6 +21,7 @@ from rank_misuse import (
     loss_of_another_dtype,
     loss_of_its_own,
     loss_with_a_late_scale,
+    passed_otherwise,
     raised_together,
     refused_where_a_rank_goes_on,
 )
@@ -74,6 +75,18 @@ def test_a_model_that_changes_on_one_rank_is_refused_on_all(ranks: RankPool, wha
     for message, later in ranks.run(changed_on_one_rank, 2, what, data):
         assert re.match(f"InputError: ranks differ in {CHANGED[what]}", message), message
         assert later == ""
+
+
+@pytest.mark.parametrize(
+    ("by_keyword", "here", "there"),
+    [(True, "'x' by position", "'x' by keyword"), (False, "'x' by position, as a tuple", "'x' by position, as a list")],
+)
+def test_arguments_that_are_passed_otherwise_are_refused(
+    ranks: RankPool, by_keyword: bool, here: str, there: str
+) -> None:
+    for message in ranks.run(passed_otherwise, 2, by_keyword):
+        difference = f"ranks differ in how they pass arguments: {here} on rank 0, {there} on rank 1; pass the same"
+        assert message.startswith(f"InputError: {difference}"), message
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.call_inputs import is_dense
 from autopar.capture.calling_code import torch_calls
 
 
@@ -78,7 +79,7 @@ class CallState:
 
 def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dimensions by descending stride, less those of one element."""
-    if tensor.layout is not torch.strided:
+    if not is_dense(tensor):
         return ()
     strides = tensor.stride()
     return tuple(sorted((d for d, n in enumerate(tensor.shape) if n != 1), key=lambda d: (-strides[d], d)))

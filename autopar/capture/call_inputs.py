@@ -107,7 +107,8 @@ def _positional_names(model: nn.Module, n: int) -> list[str]:
     return names[:n] + [f"args[{index}]" for index in range(len(names), n)]
 
 
-def refuse_packed_sequences(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_other_than_dense(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise InputError for packed sequences, and for sparse and nested tensors."""
     names = _positional_names(model, len(args))
 
     def is_packed(value: Any) -> bool:
@@ -119,3 +120,16 @@ def refuse_packed_sequences(model: nn.Module, args: tuple[Any, ...], kwargs: dic
                 f"input '{name}' is a PackedSequence, in which the steps of all samples are mixed, so that it has no "
                 "batch to divide; give the padded tensor and the lengths (torch.nn.utils.rnn.pad_packed_sequence)"
             )
+        tensors = (leaf for leaf in torch_private.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        other = next((tensor for tensor in tensors if not is_dense(tensor)), None)
+        if other is not None:
+            raise InputError(
+                f"input '{name}' is a nested tensor; give the padded tensor (torch.nested.to_padded_tensor) and a mask"
+                if other.is_nested
+                else f"input '{name}' has the layout {other.layout}; give it dense ({name}.to_dense()), or make it "
+                "sparse within the model"
+            )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested

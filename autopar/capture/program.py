@@ -23,7 +23,7 @@ from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.attention_masks import settle_masks
 from autopar.capture.autocast_answers import Answer
 from autopar.capture.call_answers import CallAnswer
-from autopar.capture.call_inputs import find_batch, refuse_packed_sequences
+from autopar.capture.call_inputs import find_batch, refuse_other_than_dense
 from autopar.capture.cleanup import tidy
 from autopar.capture.export import Traced, Tracers, check_call, trace
 from autopar.capture.layers import repeated_layers
@@ -76,7 +76,9 @@ class Input:
         """Whether a leaf differs from this one in its sizes or its value at most. (None is a leaf, too.)"""
         if self.shape is None:
             return type(leaf) is type(self.value)
-        return isinstance(leaf, torch.Tensor) and leaf.dtype == self.dtype and leaf.dim() == len(self.shape)
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+            return False
+        return leaf.dtype == self.dtype and leaf.dim() == len(self.shape)
 
 
 class OpenSize(NamedTuple):
@@ -200,7 +202,7 @@ def capture(
     check_call(model, args, kwargs)
     refuse_reserved_names(model)
     refuse_uninitialized(model)
-    refuse_packed_sequences(model, args, kwargs)
+    refuse_other_than_dense(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     call = _Call(model, args, kwargs, in_spec, dims, batch, frozenset(open_sizes))

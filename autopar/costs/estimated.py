@@ -255,18 +255,19 @@ class Estimated:
         if key not in self._known.nbytes:
             try:
                 found = measure_bytes(self._module, self._inputs(rows), rows, self._training, key[1])
-            except NotImplementedError as error:  # of torch, for an operator that needs values
-                raise self._of_unknown_shape(error) from error
+            except RuntimeError as error:  # of torch, for an operator that needs values
+                raise self._of_unknown_size(error) from error
             self._known.nbytes[key] = found
         return self._known.nbytes[key]
 
-    def _of_unknown_shape(self, error: NotImplementedError) -> InputError:
-        needing = (n for n in compute_nodes(self._module.graph) if torch.Tag.dynamic_output_shape in _tags(n))
+    def _of_unknown_size(self, error: RuntimeError) -> InputError:
+        needing = (n for n in compute_nodes(self._module.graph) if not _NEED_VALUES.isdisjoint(_tags(n)))
         first = next(needing, None)
-        what = f"the memory of the model: {error}" if first is None else f"the memory of {describe(first)}"
+        what = "the model" if first is None else describe(first)
+        why = str(error) if first is None else "it has no result without values"
         return InputError(
-            f"cannot estimate {what}: the shape of its result depends on values. Let the search plan on the devices "
-            "themselves, where it is measured, or split the model with Plan.from_split"
+            f"cannot estimate the memory of {what}: {why}. Let the search plan on the devices themselves, where it is "
+            "measured, or split the model with Plan.from_split"
         )
 
     def links(self) -> Mapping[tuple[str, str], Link]:
@@ -322,6 +323,9 @@ class Estimated:
             why = f"its backward needs values: {first_line(error)}"
         self._known.notes[f"{LEFT_OUT}loss, because {why}"] = None
         return OperatorWork((), ())
+
+
+_NEED_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 @dataclass(frozen=True)

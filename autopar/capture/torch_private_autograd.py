@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,38 +47,60 @@ def is_function(node: Node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def weight_gradients(
-    node: Node, gradients: Sequence[torch.Tensor | None], wanted: Collection[int]
-) -> dict[int, torch.Tensor] | None:
-    """By number of the node's edge, what a product or layer norm sends along `wanted`, as autograd computes it, from
-    what the node has saved; None for other nodes and complex numbers, and where an edge leads to an activation.
+_Product = Callable[[torch.Tensor], torch.Tensor]
+WeightGradients = Callable[[torch.Tensor], dict[int, torch.Tensor]]
+"""From the gradient of a node's output, by number of the node's edge, what the node sends along the wanted edges."""
 
-    `gradients`: of the node's outputs. Autograd itself would visit the whole graph behind the node for these edges,
-    2 us for each node, however few of them it needs.
+
+def weight_gradients(node: Node, wanted: Collection[int]) -> WeightGradients | None:
+    """How a product or layer norm computes what it sends along `wanted`. None for other nodes and complex numbers, and
+    where an edge leads to an activation.
+
+    It is computed as autograd does, from what the node has saved, also after autograd has freed that.
+
+    Autograd itself would visit the whole graph behind the node for these edges, 2 us for each node, however few of them
+    it needs.
     """
-    name, (gradient, *_) = node.name(), gradients
+    name = node.name()
     saved: Any = node  # its attributes _saved_... are documented, but their names are those of torch's derivatives.yaml
-    if gradient is None or gradient.is_complex() or gradient.layout != torch.strided:
-        return None
     if name == "MmBackward0" and set(wanted) == {1}:
-        return {1: _second_factor(gradient, saved._saved_self, saved, 1)}
+        product = _second_factor(saved._saved_self, saved, 1)
+        return None if product is None else partial(_on_edges, {1: product})
     if name == "AddmmBackward0" and set(wanted) <= {0, 2}:
-        found = {}
+        beta = saved._saved_beta
+        parts: dict[int, _Product] = {}
         if 0 in wanted:  # the engine adds up what was expanded
-            found[0] = gradient if saved._saved_beta == 1 else gradient * saved._saved_beta
+            parts[0] = lambda gradient: gradient if beta == 1 else gradient * beta
         if 2 in wanted:
-            found[2] = _second_factor(gradient, saved._saved_mat1, saved, saved._saved_alpha)
-        return found
+            of_second = _second_factor(saved._saved_mat1, saved, saved._saved_alpha)
+            if of_second is None:
+                return None
+            parts[2] = of_second
+        return partial(_on_edges, parts)
     if name == "NativeLayerNormBackward0" and set(wanted) <= {1, 2}:
         shape, mean, rstd = saved._saved_normalized_shape, saved._saved_result1, saved._saved_result2
         inputs = saved._saved_input, shape, mean, rstd, saved._saved_weight, saved._saved_bias
-        parts = torch.ops.aten.native_layer_norm_backward(gradient, *inputs, [False, 1 in wanted, 2 in wanted])
-        return {edge: parts[edge] for edge in wanted}
+
+        def of_layer_norm(gradient: torch.Tensor) -> dict[int, torch.Tensor]:
+            found = torch.ops.aten.native_layer_norm_backward(gradient, *inputs, [False, 1 in wanted, 2 in wanted])
+            return {edge: found[edge] for edge in wanted}
+
+        return of_layer_norm
     return None
 
 
-def _second_factor(gradient: torch.Tensor, first: torch.Tensor, saved: Any, alpha: Any) -> torch.Tensor:
+def _on_edges(parts: Mapping[int, _Product], gradient: torch.Tensor) -> dict[int, torch.Tensor]:
+    return {edge: part(gradient) for edge, part in parts.items()}
+
+
+def _second_factor(first: torch.Tensor, saved: Any, alpha: Any) -> _Product | None:
     """mm_mat2_backward of torch/csrc/autograd/FunctionsManual.cpp: with the strides of the factor."""
+    if first.is_complex() or first.layout != torch.strided:
+        return None
     by_column = tuple(saved._saved_mat2_sym_strides) == (1, saved._saved_mat2_sym_sizes[0])
-    found = gradient.t().mm(first).t() if by_column else first.t().mm(gradient)
-    return found if alpha == 1 else found * alpha
+
+    def product(gradient: torch.Tensor) -> torch.Tensor:
+        found = gradient.t().mm(first).t() if by_column else first.t().mm(gradient)
+        return found if alpha == 1 else found * alpha
+
+    return product

@@ -8,6 +8,10 @@ The input part (1) runs only the path: autograd skips the products that only off
 the path (a junction), it stores the gradients that flow into that node. The weight part (2) starts from the junctions
 and follows only the edges off the path, so that nothing is computed twice.
 
+Where the weight part computes the gradients of all junctions itself (products, layer norms), it holds what they have
+saved, and the input part frees the rest of the path as it goes, as a whole backward does: activations that no weight
+part needs are gone before it, and their memory is used again while it is still in the processor's caches.
+
 Four kinds of leaves get their gradients in the input part already, and the weight part only accumulates them:
  - Leaves behind a node that computes all its gradients in one kernel (batch norm, LSTM). Two runs would cost twice.
  - Leaves behind a node that has other parents than the junction (a bias used at every time step, a weight from which
@@ -29,6 +33,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from autopar.capture import torch_private_autograd
+from autopar.capture.torch_private_autograd import WeightGradients
 
 # Nodes that compute the gradients of inputs and of weights separately: two products, or two passes over the data.
 _SEPARABLE = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "NativeLayerNorm")
@@ -68,15 +73,24 @@ class _Junction:
     own_leaves: list[GradientEdge] = field(default_factory=list)
     # After (1), one entry: for each output of the node, the gradient that flows into it.
     arrived: list[tuple[torch.Tensor | None, ...]] = field(default_factory=list)
+    compute: WeightGradients | None = None  # None: autograd does
+
+    def hold(self) -> bool:
+        """Hold what the weight part needs of what the node has saved. Returns whether that is known."""
+        self.compute = torch_private_autograd.weight_gradients(self.node, [*self.own, *self.shared])
+        return self.compute is not None
 
     def run(self, retain_graph: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
         """Accumulate the gradients of its own leaves while they are in the processor's caches, and return those that
         flow along the shared edges: autograd sums them up before it accumulates."""
         if not self.arrived:
             return []
-        flowing = torch_private_autograd.weight_gradients(self.node, self.arrived[0], [*self.own, *self.shared])
-        if flowing is None:
+        if self.compute is None:
             return self._by_autograd(retain_graph)
+        gradient = self.arrived[0][0]  # of the node's result: products have no other, and others of norms have none
+        if gradient is None:
+            return []
+        flowing = self.compute(gradient)
         if self.own:
             torch_private_autograd.run_backward(
                 list(self.own.values()), [flowing[number] for number in self.own], retain_graph
@@ -99,13 +113,14 @@ class _Junction:
 
 
 def input_part(
-    roots: Sequence[GradientRoot], inputs: Sequence[torch.Tensor]
+    roots: Sequence[GradientRoot], inputs: Sequence[torch.Tensor], retain_graph: bool = False
 ) -> tuple[list[torch.Tensor | None], WeightPart]:
     """(1) The gradients of `inputs` (leaves that require one), and the rest of the backward for all other leaves.
 
-    The graph is kept, and the weight part frees it. The weight part computes the gradients of products and layer norms
-    itself. At other junctions it runs autograd, and each run visits the whole graph behind it: O(junctions x nodes),
-    1 ms for a junction in front of 500 nodes. Raises RuntimeError for a root that requires no gradient.
+    The weight part computes the gradients of products and layer norms itself. At other junctions it runs autograd, and
+    each run visits the whole graph behind it: O(junctions x nodes), 1 ms for a junction in front of 500 nodes. Where
+    there are such, or with `retain_graph`, the graph is kept, and the weight part frees it. Raises RuntimeError for a
+    root that requires no gradient.
     """
     if not inputs or not roots:
         return [None] * len(inputs), WeightPart(list(roots), [], [])
@@ -116,11 +131,13 @@ def input_part(
     early_nodes, rest_nodes = ([get_gradient_edge(tensor).node for tensor, _ in some] for some in (early, rest))
     later, leaves = graph.deferred(early_nodes, rest_nodes)
     now = [GradientEdge(leaf, 0) for leaf in leaves]
+    held = [junction.hold() for junction in later]
+    keep = retain_graph or bool(rest) or not all(held)
     handles = [j.node.register_prehook(_remember(j.arrived)) for j in later]
     try:
         wanted: list[Any] = [*inputs, *now]
         computed = (
-            torch_private_autograd.run_gradients([t for t, _ in early], wanted, [g for _, g in early], True)
+            torch_private_autograd.run_gradients([t for t, _ in early], wanted, [g for _, g in early], keep)
             if early
             else [None] * len(wanted)
         )

@@ -186,7 +186,7 @@ class Passes:
         roots = self._roots(replica, microbatch, kept)
         leaves = [*kept.model_inputs, *kept.received]
         wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        wanted_gradients, kept.weights = input_part(roots, [leaves[i] for i in wanted])
+        wanted_gradients, kept.weights = input_part(roots, [leaves[i] for i in wanted], self._keep_graph)
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
         for i, gradient in zip(wanted, wanted_gradients, strict=True):
             gradients[i] = gradient

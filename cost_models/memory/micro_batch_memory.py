@@ -320,6 +320,7 @@ class _Rehearsal:
             self.input_gradients = _nbytes(gradients)
             sent = self._allocations.record(g for g in gradients if g is not None)
             del gradients, wanted, roots
+            self._leaves, self._kept, self._result, self._loss_inputs = [], None, None, ()
             living = {*self._allocations.living()}
             self.keeps_gradients = not living.isdisjoint(self._received_places)
             self.keeps_sent = sum(self._allocations.nbytes[place] for place in living.intersection(sent))
@@ -329,7 +330,6 @@ class _Rehearsal:
             rest.run(False)
             self._allocations.in_backward = False
             del rest
-            self._leaves, self._kept, self._result, self._loss_inputs = [], None, None, ()
         return of_inputs, self._change()
 
     def _roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -118,17 +118,21 @@ class CallLeaves:
 
     def __init__(self, model: nn.Module, call: CallArguments) -> None:
         leaves, spec = flattened(call.args, call.kwargs)
-        targets, target_spec = torch_private.tree_flatten(() if call.target is None else call.target)
+        targets, target_spec = torch_private.tree_flatten(call.target)
         self.values: list[Any] = [*leaves, *targets]
         self.structure = f"{spec} {target_spec}"
         self._model, self._call, self._n_targets = model, call, len(targets)
 
     @cached_property
     def names(self) -> list[str]:
-        """For messages."""
+        """For messages; "" for the target of a call without one."""
         inputs = leaf_names(self._model, self._call.args, dict(sorted(self._call.kwargs.items())))
         n = self._n_targets
-        targets = [f"target {place}" for place in range(n)] if n > 1 else ["the target"] * n
+        targets = (
+            [f"target {place}" for place in range(n)]
+            if n > 1
+            else ["the target" if self._call.target is not None else ""] * n
+        )
         return [*(f"input '{name}'" for name in inputs), *targets]
 
     @property
@@ -234,8 +238,8 @@ def _difference(found: Sequence[_Call]) -> str:
     if ranks := others([(one.structure, mine) for one, mine in zip(found, names, strict=True)]):
         mine, theirs = names[0], names[ranks[0]]
         return (
-            f"the arguments of the call: {', '.join(mine) or 'none'} on rank 0, {', '.join(theirs) or 'none'} on rank "
-            f"{listed(ranks)}"
+            f"the arguments of the call: {', '.join(filter(None, mine)) or 'none'} on rank 0, "
+            f"{', '.join(filter(None, theirs)) or 'none'} on rank {listed(ranks)}"
         )
     for place, (name, shape, _) in enumerate(found[0].leaves):
         if ranks := others([one.leaves[place][1] for one in found]):

@@ -178,7 +178,8 @@ class Passes:
         self._send_gradients(replica, microbatch, gradients)
 
     def _backward_inputs(self, replica: StageReplica, microbatch: int) -> None:
-        kept = self._tensors.kept[replica.stage.index, microbatch]
+        key = (replica.stage.index, microbatch)
+        kept = self._tensors.kept[key]
         if self._has_whole_backward(replica, kept):
             self._backward(replica, microbatch)
             return
@@ -190,6 +191,9 @@ class Passes:
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
         for i, gradient in zip(wanted, wanted_gradients, strict=True):
             gradients[i] = gradient
+        if not self._keep_graph:
+            self._tensors.kept[key] = KeptForward([], [], None, weights=kept.weights)
+        del kept, roots, leaves, wanted_gradients  # as in `_backward`
         self._send_gradients(replica, microbatch, gradients)
 
     def _backward_weights(self, replica: StageReplica, microbatch: int) -> None:

@@ -43,6 +43,7 @@ from cost_models import Cluster, Link
 from cost_models.graphs import get_attribute, may_have_gradient, on_meta, private_copy, tensors_in
 from cost_models.hardware.device_specs import DeviceSpec, efficiency_of, rates_of
 from cost_models.kernels.efficiency_curves import Efficiency
+from cost_models.kernels.factorizations import factorizations
 from cost_models.kernels.launches import HostCosts, overlapped_seconds
 from cost_models.kernels.operator_work import OperatorWork, count, count_call
 from cost_models.kernels.roofline import OperatorEstimate, Rates, price
@@ -108,6 +109,8 @@ class Estimated:
         self._n_microbatches = n_microbatches
         self._check_opaque_operators()
         self._folded = fold(self._module)  # equal layers cost the same
+        if names := factorizations(self._module.graph):
+            self._known.notes[f"predictions count bytes alone for {', '.join(names)}, which take longer"] = None
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         """The tables of some sizes; others are estimated on demand, so that every search prices a plan the same."""

@@ -68,6 +68,8 @@ def weight_gradients(node: Node, wanted: Collection[int]) -> WeightGradients | N
         return None if product is None else partial(_on_edges, {1: product})
     if name == "AddmmBackward0" and set(wanted) <= {0, 2}:
         beta = saved._saved_beta
+        if isinstance(beta, complex):
+            return None
         parts: dict[int, _Product] = {}
         if 0 in wanted:  # the engine adds up what was expanded
             parts[0] = lambda gradient: gradient if beta == 1 else gradient * beta

@@ -73,24 +73,28 @@ class _Junction:
     own_leaves: list[GradientEdge] = field(default_factory=list)
     # After (1), one entry: for each output of the node, the gradient that flows into it.
     arrived: list[tuple[torch.Tensor | None, ...]] = field(default_factory=list)
-    compute: WeightGradients | None = None  # None: autograd does
+    compute: WeightGradients | None = None  # with what the node has saved; None: nothing is held
 
     def hold(self) -> bool:
         """Hold what the weight part needs of what the node has saved. Returns whether that is known."""
-        self.compute = torch_private_autograd.weight_gradients(self.node, [*self.own, *self.shared])
+        self.compute = self._weight_gradients()
         return self.compute is not None
+
+    def _weight_gradients(self) -> WeightGradients | None:
+        return torch_private_autograd.weight_gradients(self.node, [*self.own, *self.shared])
 
     def run(self, retain_graph: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
         """Accumulate the gradients of its own leaves while they are in the processor's caches, and return those that
         flow along the shared edges: autograd sums them up before it accumulates."""
         if not self.arrived:
             return []
-        if self.compute is None:
+        compute = self.compute or self._weight_gradients()
+        if compute is None:
             return self._by_autograd(retain_graph)
         gradient = self.arrived[0][0]  # of the node's result: products have no other, and others of norms have none
         if gradient is None:
             return []
-        flowing = self.compute(gradient)
+        flowing = compute(gradient)
         if self.own:
             torch_private_autograd.run_backward(
                 list(self.own.values()), [flowing[number] for number in self.own], retain_graph
@@ -113,13 +117,13 @@ class _Junction:
 
 
 def input_part(
-    roots: Sequence[GradientRoot], inputs: Sequence[torch.Tensor], retain_graph: bool = False
+    roots: Sequence[GradientRoot], inputs: Sequence[torch.Tensor], keep_graph: bool = False
 ) -> tuple[list[torch.Tensor | None], WeightPart]:
     """(1) The gradients of `inputs` (leaves that require one), and the rest of the backward for all other leaves.
 
     The weight part computes the gradients of products and layer norms itself. At other junctions it runs autograd, and
     each run visits the whole graph behind it: O(junctions x nodes), 1 ms for a junction in front of 500 nodes. Where
-    there are such, or with `retain_graph`, the graph is kept, and the weight part frees it. Raises RuntimeError for a
+    there are such, or with `keep_graph`, the graph is kept, and the weight part frees it. Raises RuntimeError for a
     root that requires no gradient.
     """
     if not inputs or not roots:
@@ -131,13 +135,12 @@ def input_part(
     early_nodes, rest_nodes = ([get_gradient_edge(tensor).node for tensor, _ in some] for some in (early, rest))
     later, leaves = graph.deferred(early_nodes, rest_nodes)
     now = [GradientEdge(leaf, 0) for leaf in leaves]
-    held = [junction.hold() for junction in later]
-    keep = retain_graph or bool(rest) or not all(held)
+    free = not keep_graph and not rest and all(junction.hold() for junction in later)
     handles = [j.node.register_prehook(_remember(j.arrived)) for j in later]
     try:
         wanted: list[Any] = [*inputs, *now]
         computed = (
-            torch_private_autograd.run_gradients([t for t, _ in early], wanted, [g for _, g in early], keep)
+            torch_private_autograd.run_gradients([t for t, _ in early], wanted, [g for _, g in early], not free)
             if early
             else [None] * len(wanted)
         )

@@ -8,10 +8,8 @@ from __future__ import annotations
 from torch import fx
 
 # Those of torch.linalg that are made of products, norms and copies.
-_OTHERS = (
-    *("cross", "diagonal", "matmul", "matrix_norm", "matrix_power", "multi_dot", "norm", "vander", "vecdot"),
-    "vector_norm",
-)
+_NORMS = ("matrix_norm", "norm", "vector_norm")
+_OTHERS = (*_NORMS, "cross", "diagonal", "matmul", "matrix_power", "multi_dot", "vander", "vecdot")
 _ELSEWHERE = ("cholesky", "geqrf", "logdet", "lu_solve", "matrix_exp", "ormqr", "slogdet", "svd", "triangular_solve")
 
 

@@ -18,7 +18,7 @@ from autopar.analysis.example import END_OF_MODEL, Example, LossFunction, has_ba
 from autopar.analysis.loss import LossSplit
 from autopar.analysis.own_loss import check_own_loss, own_loss
 from autopar.capture.program import Program
-from autopar.errors import InputError, each_warning_once
+from autopar.errors import InputError, PlanError, each_warning_once
 from autopar.plan.plan import Plan, with_notes, with_unproven_split, with_whole_batch
 from autopar.runtime.signatures.bound_signature import (
     BoundSignature,
@@ -121,8 +121,7 @@ class Signatures:
         bound = bound._replace(loss_split=self._loss_split(bound, call))
         plan = self._plan_for(bound, call)
         if signature.plan is not plan:
-            others = (one.plan for one in self._captures.known if one is not signature)
-            signature.plan_of_other_call |= any(one is not None and one.stages is plan.stages for one in others)
+            signature.plan_of_other_call = self._is_of_other_call(signature, plan)
             self._place(signature, plan, check_hints=self.user_plan is not None)
             assert signature.lowered is not None
             self.warnings.undivided(signature.lowered)
@@ -170,10 +169,18 @@ class Signatures:
         tail = signature.batching.tail
         if tail is not None and not any(note.startswith(END_OF_MODEL) for note in plan.notes):
             plan = with_notes(plan, [f"{END_OF_MODEL}{tail.why}"])
-        listed = plan.listing(signature.program, signature.batching.storages)
-        other_mode = signature.program.training != plan.training
-        signature.plan_of_other_call = other_mode or listed.stages is not plan.stages
-        return listed
+        return plan.listing(signature.program, signature.batching.storages)
+
+    def _is_of_other_call(self, signature: BoundSignature, plan: Plan) -> bool:
+        """Whether the plan was made for another call than this one: it lists other operators, or the call that it was
+        made for follows it already."""
+        made, program = self.user_plan or plan, signature.program
+        try:
+            own = program.training == made.training and made.listing(program, signature.batching.storages) is made
+        except PlanError:
+            own = False
+        followers = (s.plan for s in self._captures.known if s is not signature and not s.plan_of_other_call)
+        return not own or any(one is not None and one.stages is plan.stages for one in followers)
 
     def _decided(self, bound: BoundCall, call: CallArguments) -> Plan:
         signature = bound.signature

@@ -57,6 +57,33 @@ class ParameterLeaf:
         return gradient
 
 
+def separate_gradients(leaves: Iterable[ParameterLeaf], others: Iterable[torch.Tensor | None]) -> None:
+    """Copy gradients of leaves that lie in the memory of another leaf's, or of one of `others`.
+
+    Autograd makes such where a gradient reaches leaves through views alone, as for `a.view(n) + b.view(n)`, and adds
+    the next micro-batch's gradient in place: twice to the same memory.
+    """
+    spans: list[tuple[int, int, int]] = []  # address, bytes, place in `found`
+    for one in others:
+        if one is not None and one.layout is torch.strided:
+            spans.append((one.data_ptr(), one.nbytes, -1))
+    found: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for leaf in leaves:
+        gradient = leaf.tensor.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            spans.append((gradient.data_ptr(), gradient.nbytes, len(found)))
+            found.append((leaf.tensor, gradient))
+    spans.sort()
+    end, last = 0, -1  # of the span that reaches furthest so far
+    for start, nbytes, number in spans:
+        for overlapping in (number, last) if start < end else ():
+            if overlapping >= 0:
+                parameter, gradient = found[overlapping]
+                parameter.grad = gradient.clone()
+        if start + nbytes > end:
+            end, last = start + nbytes, number
+
+
 class ParameterLeaves:
     """All leaves of an executable, each with the model's parameter that it follows."""
 

@@ -134,6 +134,7 @@ class KeptForward:
     loss_inputs: tuple[Any, ...] = ()  # leaves: the outputs that the loss read, where its backward ends there
     targets: tuple[Any, ...] = ()  # leaves: the flat targets that the loss read, where some require a gradient
     weights: WeightPart | None = None  # after the input part of a split backward
+    sent: Sequence[torch.Tensor | None] | None = None  # then, of a replica's first micro-batch: gradients of inputs
 
 
 class CallTensors:

@@ -19,6 +19,7 @@ from autopar.capture import module_hooks, torch_private, torch_private_autograd
 from autopar.lower.deferred_batch_norm import collecting
 from autopar.lower.random_operators import generators_held, mix_seed, seeded
 from autopar.lower.split_backward import GradientRoot, input_part
+from autopar.runtime.stages.device_tensors import separate_gradients
 from autopar.runtime.stages.executable import Executable
 from autopar.runtime.stages.stage_replica import StageReplica
 from autopar.runtime.step.call import CallTensors, KeptForward, PipelineCall
@@ -52,6 +53,8 @@ class Passes:
         self._loss_function = loss
         self._keep_graph = keep_graph
         self._grad = call.state.grad
+        self._several = len(call.sizes) > 1  # micro-batches, whose gradients add up
+        self._went_back: set[int] = set()  # ids of replicas that have gradients of a micro-batch
 
     def acts(self) -> dict[Phase, Callable[[StageReplica, int], None]]:
         """What each phase does with a stage and a micro-batch."""
@@ -174,6 +177,9 @@ class Passes:
                 torch_private_autograd.run_backward(tensors, of_tensors, self._keep_graph)
             del tensors, of_tensors
         gradients = [_take_gradient(leaf) for leaf in (*kept.model_inputs, *kept.received)]
+        if self._several and id(replica) not in self._went_back:
+            self._went_back.add(id(replica))
+            separate_gradients(replica.leaves, gradients)
         del roots, kept  # sending needs neither; free them before, as the receiver allocates at once
         self._send_gradients(replica, microbatch, gradients)
 
@@ -187,12 +193,18 @@ class Passes:
         roots = self._roots(replica, microbatch, kept)
         leaves = [*kept.model_inputs, *kept.received]
         wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        wanted_gradients, kept.weights = input_part(roots, [leaves[i] for i in wanted], self._keep_graph)
+        # Hooks on what autograd saves would bring all of it back at once: from another memory, or by a second run.
+        keep = self._keep_graph or replica.stage.reruns or self._call.state.saved_tensors_hooks is not None
+        wanted_gradients, kept.weights = input_part(roots, [leaves[i] for i in wanted], keep)
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
         for i, gradient in zip(wanted, wanted_gradients, strict=True):
             gradients[i] = gradient
         if not self._keep_graph:
             self._tensors.kept[key] = KeptForward([], [], None, weights=kept.weights)
+        if self._several and id(replica) not in self._went_back:
+            self._went_back.add(id(replica))
+            separate_gradients(replica.leaves, gradients)
+            self._tensors.kept[key].sent = gradients
         del kept, roots, leaves, wanted_gradients  # as in `_backward`
         self._send_gradients(replica, microbatch, gradients)
 
@@ -203,6 +215,9 @@ class Passes:
         self._take_kept(replica, microbatch)
         weights, kept.weights = kept.weights, None
         weights.run(self._keep_graph)
+        if kept.sent is not None:
+            separate_gradients(replica.leaves, kept.sent)
+            kept.sent = None
 
     def _has_whole_backward(self, replica: StageReplica, kept: KeptForward) -> bool:
         """Whether the input action of a split backward does all of it. A compiled backward is one kernel call; that of

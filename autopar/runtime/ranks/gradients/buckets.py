@@ -113,11 +113,12 @@ def _filled(entries: Sequence[Entry], new: Mapping[int, torch.Tensor | None]) ->
 
 
 def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All entries, one tensor behind the other; without a copy where they lie so in one memory."""
+    """All entries, one tensor behind the other, to be read: without a copy where they lie so in one memory."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     first, end = flat[0], flat[0].data_ptr()
     for one in flat:
-        if one.data_ptr() != end or one.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        lazy = one.is_conj() or one.is_neg()
+        if lazy or one.data_ptr() != end or one.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return torch.cat(flat)
         end += one.nbytes
     return first.as_strided((sum(map(torch.Tensor.numel, flat)),), (1,))

@@ -11,7 +11,7 @@ Every rank of a group starts the same collectives in the same order: buckets sta
 and those before it are complete, and what follows (over columns, after rows) starts after all of them. A rank without a
 gradient takes part with zeros. The last numbers of every bucket count the ranks that have one: a parameter for which no
 rank has a gradient gets none, as in one process. On GPUs the hosts add up these counts beside the bucket, so that none
-waits for its GPU to know them; so they do for a large parameter, whose gradient then travels without being copied.
+waits for its GPU to know them; so they do for a large parameter, whose gradient is then scattered without being copied.
 Parameters that all ranks have frozen take no part.
 
 Under ZeRO 2 a bucket of a micro-batch starts within the backward, once autograd has all of its gradients, and one
@@ -49,8 +49,10 @@ class GradientSums:
         `carrier`: where they must be to travel."""
         self._buckets = tuple(buckets)
         self._device, self._carrier = device, carrier
-        # By bucket: whether the counts are part of it. A large parameter's gradient travels without being copied.
-        self._counts_inside = [carrier.type == "cpu" and not bucket.large for bucket in self._buckets]
+        # By bucket: whether the counts are part of it. A large parameter's gradient is scattered without being copied.
+        self._counts_inside = [
+            carrier.type == "cpu" and not (bucket.large and bucket.row is not None) for bucket in self._buckets
+        ]
         self._leaves: defaultdict[int, list[tuple[int, ParameterLeaf]]] = defaultdict(list)  # by parameter
         for stage, leaf in leaves:
             self._leaves[leaf.key].append((stage, leaf))
@@ -94,7 +96,7 @@ class GradientSums:
                 self._order[stage].append(number)
 
     def close(self) -> None:
-        """Other sums are about to follow the same leaves."""
+        """Remove the hooks: other sums are about to follow the same leaves."""
         for hook in self._hooks:
             hook.remove()
 
@@ -237,8 +239,8 @@ class GradientSums:
             for entry, g in zip(entries, gradients, strict=True)
         ]
         del gradients
-        if bucket.row is None:
-            return joined([*whole, *inside])
+        if bucket.row is None:  # the sum is written in place, and others may hold the memory of a gradient
+            return torch.cat([tensor.reshape(-1) for tensor in (*whole, *inside)])
         parts = []
         for place in range(bucket.row.size):
             parts += [entry.part(g, place) for entry, g in zip(entries, whole, strict=True)]

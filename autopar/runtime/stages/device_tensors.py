@@ -58,10 +58,10 @@ class ParameterLeaf:
 
 
 def separate_gradients(leaves: Iterable[ParameterLeaf], others: Iterable[torch.Tensor | None]) -> None:
-    """Copy gradients of leaves that lie in the memory of another leaf's, or of one of `others`.
+    """Copy gradients of leaves that share memory with another leaf's gradient, or with one of `others`.
 
-    Autograd makes such where a gradient reaches leaves through views alone, as for `a.view(n) + b.view(n)`, and adds
-    the next micro-batch's gradient in place: twice to the same memory.
+    Autograd lets them share it where a gradient reaches several tensors through views alone, as for
+    `a.view(n) + b.view(n)`. It adds the next micro-batch's gradient in place, which would then count twice.
     """
     spans: list[tuple[int, int, int]] = []  # address, bytes, place in `found`
     for one in others:

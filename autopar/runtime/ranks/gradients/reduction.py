@@ -14,9 +14,9 @@ rank has a gradient gets none, as in one process. On GPUs the hosts add up these
 waits for its GPU to know them; so they do for a large parameter, whose gradient is then scattered without being copied.
 Parameters that all ranks have frozen take no part.
 
-Under ZeRO 2 a bucket of a micro-batch starts within the backward, once autograd has all of its gradients, and one
-travels at a time: no device holds the gradients of a whole stage. The ranks of a row are devices of one mesh, which do
-the same actions in the same order, so that they may wait for each other there.
+Under ZeRO 2 a bucket of a micro-batch starts within the backward, once autograd has all of its gradients and those of
+the buckets before it, and one travels at a time. So a device need not hold all gradients of a stage. The ranks of a row
+are devices of one mesh, which run the same backward in the same order, so that they may wait for each other there.
 """
 
 from __future__ import annotations

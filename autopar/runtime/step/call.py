@@ -6,6 +6,7 @@ what its backward needs, and a backward takes it away again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,7 +135,8 @@ class KeptForward:
     loss_inputs: tuple[Any, ...] = ()  # leaves: the outputs that the loss read, where its backward ends there
     targets: tuple[Any, ...] = ()  # leaves: the flat targets that the loss read, where some require a gradient
     weights: WeightPart | None = None  # after the input part of a split backward
-    sent: Sequence[torch.Tensor | None] | None = None  # then, of a replica's first micro-batch: gradients of inputs
+    # Then, of a replica's first micro-batch: the memory of the gradients of its inputs, which it does not keep.
+    sent: Sequence[weakref.ref[torch.UntypedStorage]] | None = None
 
 
 class CallTensors:

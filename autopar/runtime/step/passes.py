@@ -7,6 +7,7 @@ the same random numbers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -204,7 +205,9 @@ class Passes:
         if self._several and id(replica) not in self._went_back:
             self._went_back.add(id(replica))
             separate_gradients(replica.leaves, gradients)
-            self._tensors.kept[key].sent = gradients
+            storages = [g.untyped_storage() for g in gradients if g is not None and g.layout is torch.strided]
+            self._tensors.kept[key].sent = [weakref.ref(storage) for storage in storages]
+            del storages
         del kept, roots, leaves, wanted_gradients  # as in `_backward`
         self._send_gradients(replica, microbatch, gradients)
 
@@ -216,7 +219,9 @@ class Passes:
         weights, kept.weights = kept.weights, None
         weights.run(self._keep_graph)
         if kept.sent is not None:
-            separate_gradients(replica.leaves, kept.sent)
+            living = [storage for sent in kept.sent if (storage := sent()) is not None]
+            whole = [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in living]
+            separate_gradients(replica.leaves, whole)
             kept.sent = None
 
     def _has_whole_backward(self, replica: StageReplica, kept: KeptForward) -> bool:

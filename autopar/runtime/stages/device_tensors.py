@@ -57,8 +57,12 @@ class ParameterLeaf:
         return gradient
 
 
-def separate_gradients(leaves: Iterable[ParameterLeaf], others: Iterable[torch.Tensor | None]) -> None:
-    """Copy gradients of leaves that share memory with another leaf's gradient, or with one of `others`.
+def separate_gradients(
+    leaves: Iterable[ParameterLeaf],
+    others: Iterable[torch.Tensor | None],
+    storages: Iterable[torch.UntypedStorage] = (),
+) -> None:
+    """Copy gradients of leaves that share memory with another leaf's gradient, one of `others`, or `storages`.
 
     Autograd lets them share it where a gradient reaches several tensors through views alone, as for
     `a.view(n) + b.view(n)`. It adds the next micro-batch's gradient in place, which would then count twice.
@@ -67,6 +71,8 @@ def separate_gradients(leaves: Iterable[ParameterLeaf], others: Iterable[torch.T
     for one in others:
         if one is not None and one.layout is torch.strided:
             spans.append((one.data_ptr(), one.nbytes, -1))
+    for storage in storages:
+        spans.append((storage.data_ptr(), storage.nbytes(), -1))
     found: list[tuple[nn.Parameter, torch.Tensor]] = []
     for leaf in leaves:
         gradient = leaf.tensor.grad

@@ -220,8 +220,7 @@ class Passes:
         weights.run(self._keep_graph)
         if kept.sent is not None:
             living = [storage for sent in kept.sent if (storage := sent()) is not None]
-            whole = [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in living]
-            separate_gradients(replica.leaves, whole)
+            separate_gradients(replica.leaves, (), living)
             kept.sent = None
 
     def _has_whole_backward(self, replica: StageReplica, kept: KeptForward) -> bool:

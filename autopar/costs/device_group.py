@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,13 @@ class StageConfiguration(ABC):
 
     @property
     @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Devices along each axis of the mesh."""
+
+    @property
     def width(self) -> int:
         """Devices of the mesh."""
+        return math.prod(self.shape)
 
     @abstractmethod
     def sharding(self, nodes: Sequence[str], run_again: Container[str] = ()) -> StageSharding:

@@ -18,7 +18,7 @@ under each limit that a user could set is a candidate, too, so that no limit mak
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.costs.cost_graph import CostGraph
@@ -127,7 +127,7 @@ class SearchingAhead(Searching):
         """The candidates with `m` micro-batches. `side`: 1 if m is more than where the search began, -1 if less."""
         widths = self._widths(m, side, known)
         tolerance = self.effort.tolerance if self.all_shapes else _FIRST_TOLERANCE
-        for some in self._in_turn(m, widths, known):
+        for some in self._in_turn(m, widths, known) if self._promising(m, widths, known, tolerance) else ():
             self.add_meshes(m, some, every_shape=self.all_shapes)
             self._search_each(m, some, tolerance)
             if not any(config.n_microbatches == m for config in self._found):
@@ -185,6 +185,37 @@ class SearchingAhead(Searching):
         rest = [w for w in widths if w not in used]
         return [some for some in (used, rest) if some]
 
+    def _promising(self, m: int, widths: Sequence[int], known: Sequence[Candidate], tolerance: float) -> bool:
+        """Whether there is anything promising on the fastest candidate's meshes. Unless there is, a large search looks
+        at no others for `m` micro-batches."""
+        if self.all_shapes or self._many or len(self.pools) > 1 or not known:
+            return True
+        best = _fastest(known)
+        meshes = (self.costs.configuration.get(name) for name in best.arrangement.configurations)
+        shapes = {mesh.shape for mesh in meshes if mesh is not None and mesh.width in widths}
+        if not shapes:
+            return True
+        alone = sorted({math.prod(shape) for shape in shapes})
+        self.add_meshes(m, alone, only=shapes)
+        schedule = self.searched_as(best.config.schedule)
+        tried = sorted(self._of_one_width(m, alone), key=lambda config: config.schedule != schedule)
+        for config in tried:
+            self._search(config, self._found, tolerance)
+            if config in self._found:  # looked at again with the other shapes
+                self._found.pop(config)
+                for other in tried:
+                    self.bounds.pop(other, None)
+                return True
+        return False
+
+    def _of_one_width(self, m: int, widths: Sequence[int]) -> Iterator[Config]:
+        """Under every schedule, with meshes of one width alone."""
+        for config in self.configs(m, self.full):
+            if config.schedule not in INTERLEAVED:
+                yield from (replace(config, most_width=width, least_width=width) for width in widths)
+            elif config.most_width in widths:
+                yield config
+
     @staticmethod
     def _nearest(widths: Sequence[int], width: float) -> int:
         return min(widths, key=lambda w: abs(math.log(w / width)))
@@ -193,10 +224,9 @@ class SearchingAhead(Searching):
         """Meshes of one width alone: exact and quick. What they find cuts the search over all widths short."""
         if len(self.pools) > 1 or self._many:
             return
-        for config in self.configs(m, self.full):
-            for width in widths if config.schedule not in INTERLEAVED else ():
-                alone = replace(config, most_width=width, least_width=width)
-                self._search(alone, self._found, tolerance)
+        for config in self._of_one_width(m, widths):
+            if config.schedule not in INTERLEAVED:
+                self._search(config, self._found, tolerance)
 
     def _usual_width(self, m: int) -> float:
         """Devices of a mesh with which a pipeline of all devices has enough of `m` micro-batches, and a mesh at least a
@@ -257,8 +287,11 @@ def _widths_of_best(known: Sequence[Candidate]) -> set[int]:
     """Devices of the meshes of the fastest candidate."""
     if not known:
         return set()
-    best = min(known, key=lambda c: c.timeline.step_time)
-    return {len(group.devices) for groups in best.arrangement.groups for group in groups}
+    return {len(group.devices) for groups in _fastest(known).arrangement.groups for group in groups}
+
+
+def _fastest(known: Sequence[Candidate]) -> Candidate:
+    return min(known, key=lambda c: c.timeline.step_time)
 
 
 def _keeps(found: PartitionResult, limit: Config) -> bool:

@@ -36,8 +36,8 @@ class MeshConfiguration(StageConfiguration):
     memory: float  # bytes on each device that the strategies had to fit; inf for the fastest ones
 
     @property
-    def width(self) -> int:
-        return self.solution.mesh.size
+    def shape(self) -> tuple[int, ...]:
+        return self.solution.mesh.shape
 
     def solved(self) -> Solved:
         """The problem and its solution, to explain the strategies."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -206,15 +206,19 @@ class Meshes:
         devices = tuple(d for d in self._devices if d.kind in self._kinds(width))
         return replace(self._costs, devices=devices, configurations=found, alone=False) if found else None
 
-    def configurations(self, width: int, m: int, *, every_shape: bool = False) -> tuple[MeshConfiguration, ...]:
+    def configurations(
+        self, width: int, m: int, *, every_shape: bool = False, only: Container[tuple[int, ...]] | None = None
+    ) -> tuple[MeshConfiguration, ...]:
         """Stage configurations of every kind of devices and shape; none if `m` does not divide the batch.
 
-        `every_shape`: of all shapes that stages could have, not of the usual ones alone.
+        `every_shape`: of all shapes that stages could have, not of the usual ones alone. `only`: of some of them.
         """
         kinds = self._kinds(width) if self.divides(m) else []
         found: list[MeshConfiguration] = []
         for kind in kinds:
             for shape in self._shapes(kind, width, every=every_shape):
+                if only is not None and shape not in only:
+                    continue
                 if (kind, shape, m) not in self._found:
                     self._found[kind, shape, m] = tuple(self._of_shape(kind, shape, m))
                 found += self._found[kind, shape, m]

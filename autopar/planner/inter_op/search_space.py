@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -145,11 +145,19 @@ class SearchSpace:
             known=self._known_seconds,
         )
 
-    def add_meshes(self, m: int, widths: Sequence[int], *, every_shape: bool = False) -> None:
-        """Let stages have meshes of these widths for `m` micro-batches, of the usual shapes or of every one."""
+    def add_meshes(
+        self,
+        m: int,
+        widths: Iterable[int],
+        *,
+        every_shape: bool = False,
+        only: Container[tuple[int, ...]] | None = None,
+    ) -> None:
+        """Let stages have meshes of these widths for `m` micro-batches, of the usual shapes or of every one, or of
+        `only` some of them."""
         assert self.meshes is not None, "a search without meshes has none to add"
         meshes = self.meshes.meshes
-        self._add([one for w in widths for one in meshes.configurations(w, m, every_shape=every_shape)])
+        self._add([one for w in widths for one in meshes.configurations(w, m, every_shape=every_shape, only=only)])
 
     def _add(self, configurations: Sequence[StageConfiguration]) -> None:
         new = [one for one in configurations if one.name not in self.costs.configuration]

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
-from autopar.analysis.operators import compute_nodes, operator_name, unrepeatable_nodes, written_arguments
+from autopar.analysis.buffer_writes import unrepeatable_nodes
+from autopar.analysis.operators import compute_nodes, operator_name, written_arguments
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.uncaptured import uncaptured
 

@@ -16,13 +16,12 @@ its statistics are computed is the caller's choice.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autopar.analysis.batch_proof import OutputCombination, Proof, prove
 from autopar.analysis.buffer_writes import written_buffer
@@ -41,10 +40,10 @@ from autopar.analysis.node_values import (
 )
 from autopar.analysis.operators import is_random
 from autopar.analysis.sample_states import DIVIDES
+from autopar.analysis.training_norms import TrainingNorm, least_samples, training_norms
 from autopar.analysis.uncaptured_samples import relates_samples
 from autopar.analysis.varied_samples import varied
-from autopar.capture.cleanup import aten
-from autopar.capture.node_names import describe, described_with_code, module_path
+from autopar.capture.node_names import describe, described_with_code
 from autopar.capture.program import Program
 from autopar.capture.repeated_layers.measure_once import TensorShape
 from autopar.capture.uncaptured import uncaptured
@@ -63,7 +62,7 @@ class Batching:
 
     outputs: tuple[OutputCombination, ...]
     obstacle: str  # why the batch cannot be split, with the operator; "" if it can
-    batch_norms: tuple[str, ...]  # modules that normalise by the statistics of each micro-batch
+    batch_norms: tuple[TrainingNorm, ...]  # that normalise by the statistics of each micro-batch
     batch_dims: dict[str, int | None] = field(repr=False)  # node name -> batch dimension
     storages: dict[str, frozenset[int]] = field(repr=False)  # node name -> storages its tensors live in
     least_rows: int = 1  # smallest possible number of samples in a micro-batch
@@ -76,30 +75,16 @@ class Batching:
     def splittable(self) -> bool:
         return not self.obstacle
 
-    def whole_because(self, *, exact_norms: bool) -> str:
-        """Why the batch must be one micro-batch; "" if it may be split. `exact_norms`: batch norms take the statistics
-        of the whole batch."""
-        if self.obstacle or not exact_norms or not self.batch_norms:
+    def whole_because(self, batch_norm: str) -> str:
+        """Why the batch must be one micro-batch; "" if it may be split. `batch_norm`: as `parallelize` has it."""
+        if self.obstacle:
             return self.obstacle
-        return f"batch_norm='exact' and '{self.batch_norms[0]}' normalises by the whole batch's statistics"
-
-
-def is_training_batch_norm(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether `node` normalises by the statistics of its input batch."""
-    if node.target is aten.batch_norm.default:
-        return bool(node.args[5])
-    if node.op == "call_module":
-        child = module.get_submodule(str(node.target))
-        return isinstance(child, nn.modules.batchnorm._BatchNorm) and (child.training or child.running_mean is None)
-    return False
-
-
-def _least_rows(module: fx.GraphModule) -> int:
-    """Samples in the smallest micro-batch: torch refuses batch norms of one value per channel, whose output is zero."""
-    norms = [n.args[0] for n in module.graph.nodes if is_training_batch_norm(n, module)]
-    # symbolic_trace records no shapes: then any may have one value per channel.
-    shapes = [n.meta["val"].shape if "val" in n.meta else () for n in norms if isinstance(n, fx.Node)]
-    return 2 if any(math.prod(shape[2:]) == 1 for shape in shapes) else 1
+        if batch_norm == "exact" and self.batch_norms:
+            return f"batch_norm='exact' and {self.batch_norms[0]} normalises by the whole batch's statistics"
+        nested = next((norm for norm in self.batch_norms if norm.nested), None)
+        if batch_norm == "deferred" and nested is not None:
+            return f"batch_norm='deferred' and {nested} runs under an autocast or no_grad of forward"
+        return ""
 
 
 @full_float32()
@@ -110,7 +95,8 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False, proof: P
     too. `proof`: of the program, where it is known.
     """
     module = program.graph_module
-    norms = tuple(module_path(n) or n.name for n in module.graph.nodes if is_training_batch_norm(n, module))
+    norm_of = dict(training_norms(module))
+    norms = tuple(norm_of.values())
     size = program.batch_size
     flat = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
     if size < 2:
@@ -120,9 +106,9 @@ def study(program: Program, leaves: list[Any], *, verify: bool = False, proof: P
     proof = proof or prove(program)
     if proof.verdict == "refuted":
         return _whole_only(program, leaves, flat, norms, obstacle or proof.why)
-    least = _least_rows(module)
+    least = least_samples(norm_of)
     if size < 2 * least:
-        return _whole_only(program, leaves, flat, norms, f"{norms[0]} has one value per channel in a sample")
+        return _whole_only(program, leaves, flat, norms, f"{norms[0].path} has one value per channel in a sample")
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
         try:
             return replace(_without_values(program, leaves, flat, norms, proof, obstacle), least_rows=least)
@@ -220,7 +206,7 @@ def study_again(program: Program, other: Batching) -> Batching | None:
 
 
 def _without_values(
-    program: Program, leaves: list[Any], flat: list[Any], norms: tuple[str, ...], proof: Proof, obstacle: str
+    program: Program, leaves: list[Any], flat: list[Any], norms: tuple[TrainingNorm, ...], proof: Proof, obstacle: str
 ) -> Batching:
     """What sizes alone show, for tensors on the meta device.
 
@@ -250,7 +236,9 @@ def _without_values(
     return Batching(tuple(outputs), why, norms, dims, storages, unproven=unproven)
 
 
-def _whole_only(program: Program, leaves: list[Any], flat: list[Any], norms: tuple[str, ...], why: str) -> Batching:
+def _whole_only(
+    program: Program, leaves: list[Any], flat: list[Any], norms: tuple[TrainingNorm, ...], why: str
+) -> Batching:
     """The Batching of a batch that must stay whole. An error that the model raises on these inputs says where."""
     try:
         storages = look(program.graph_module, leaves, device=program.device).storages
@@ -319,7 +307,7 @@ def _look(
 
 
 def _agreed(
-    program: Program, flat: list[Any], findings: list[_Finding], norms: tuple[str, ...], least_rows: int
+    program: Program, flat: list[Any], findings: list[_Finding], norms: tuple[TrainingNorm, ...], least_rows: int
 ) -> Batching:
     """The Batching that all runs agree on."""
     one = findings[0]

@@ -15,8 +15,9 @@ from functools import cached_property
 
 from torch import fx
 
+from autopar.analysis.buffer_writes import unrepeatable_nodes
 from autopar.analysis.kept_products import Kept, kept_products
-from autopar.analysis.operators import compute_nodes, unrepeatable_nodes, written_arguments
+from autopar.analysis.operators import compute_nodes, written_arguments
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program
 from autopar.capture.uncaptured import uncaptured

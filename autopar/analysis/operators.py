@@ -7,7 +7,7 @@ them computes them instead of receiving them; and how an operator is named acros
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -71,7 +71,26 @@ def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that `node` overwrites in place (batch norm's running statistics included)."""
+    """The arguments that `node` overwrites in place (batch norm's running statistics, and what the operators of a
+    nested block overwrite, included)."""
+    return list(dict.fromkeys(written for _, written in writes(node)))
+
+
+def writes(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Pairs of an operator and an argument of `node` that it overwrites: `node` itself, or one of its nested block."""
+    if (block := nested_block(node)) is None:
+        yield from ((node, written) for written in _written_arguments(node))
+        return
+    module, arguments = block
+    outside = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    for inner in module.graph.nodes:
+        for operator, written in writes(inner):
+            given = (outside.get(base) for base in bases(written))
+            yield from ((operator, argument) for argument in given if isinstance(argument, fx.Node))
+
+
+def _written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Of an operator without a nested block."""
     if (opaque := uncaptured(node)) is not None:
         return [n for n in opaque.written_operands(node.args) if isinstance(n, fx.Node)]
     if getattr(node.target, "_schema", None) is None:
@@ -293,27 +312,6 @@ def on_device(module: fx.GraphModule, captured: torch.device, device: torch.devi
         if isinstance(child, fx.GraphModule):
             setattr(moved, name, on_device(child, captured, device))
     return moved
-
-
-def unrepeatable_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Operators that write a buffer that others read, or keep a state: running them again would change the result.
-
-    Batch norm is not among them: in training nothing reads its running statistics.
-    """
-    readers: dict[str, set[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            readers.setdefault(str(node.target), set()).update(node.users)
-    unrepeatable = []
-    for node in compute_nodes(graph):
-        if operator_name(node) in ("batch_norm", "instance_norm"):
-            continue
-        written = [a for a in written_arguments(node) if a.op == "get_attr"]
-        opaque = uncaptured(node)
-        own = opaque is not None and (opaque.effects.stateful or written)
-        if own or any(node.users or readers[str(a.target)] - {node} for a in written):
-            unrepeatable.append(node)
-    return unrepeatable
 
 
 def write_order(program: Program, storages: dict[str, frozenset[int]]) -> list[tuple[fx.Node, fx.Node]]:

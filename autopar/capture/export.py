@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import itertools
 import logging
 import os
 import re
@@ -22,14 +21,15 @@ from torch import fx, nn
 from torch.export import Dim
 
 from autopar.capture import torch_private
-from autopar.capture.buffer_assignments import Assignments, BufferAssignmentError, HeldBuffers
+from autopar.capture.buffer_assignments import Assignments, BufferAssignmentError
 from autopar.capture.module_paths import ModulePaths
 from autopar.capture.parameter_writes import ParameterWriteError
 from autopar.capture.registrations import RegistrationError, registrations_refused
 from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.capture.symbolic_lengths import with_lengths
+from autopar.capture.symbolic_trace import symbolically_traced
 from autopar.capture.uncaptured_trace import RefusedError
-from autopar.errors import CaptureError, InputError, issue_again
+from autopar.errors import InputError, issue_again
 from cost_models.measuring.environment import readable_tf32
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def trace(
     """
     if tracers == "symbolic_trace":
         try:
-            return _symbolic_trace(model, args, kwargs)
+            return Traced(*symbolically_traced(model, args, kwargs), _unguarded)
         except Exception as error:
             raise _refused(model, error) from error
     caught: list[warnings.WarningMessage] = []
@@ -81,7 +81,7 @@ def trace(
             raise refused from error
         log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
         try:
-            return _symbolic_trace(model, args, kwargs)
+            return Traced(*symbolically_traced(model, args, kwargs), _unguarded)
         except Exception:
             raise refused from error
     issue_again(caught)
@@ -200,75 +200,6 @@ def _export(
     assignments.write(module)
     guards = getattr(module, "_guards_fn", None)
     return Traced(module, exported.call_spec.out_spec, guards if guards is not None else _unguarded)
-
-
-def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-    """Trace with torch.fx.symbolic_trace; all arguments of this call except tensors become constants."""
-    forget_traced_layers()
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    names = {p.name: p for p in inspect.signature(model.forward).parameters.values()}
-    constants = {
-        name: (bound.arguments.get(name, p.default))
-        for name, p in names.items()
-        if not isinstance(bound.arguments.get(name), torch.Tensor)
-    }
-    if any(isinstance(leaf, torch.Tensor) for leaf in torch_private.tree_leaves(constants)):
-        raise CaptureError("torch.fx.symbolic_trace does not support tensors inside tuples, lists or dicts")
-    tracer, held = _Tracer(), HeldBuffers(model.named_modules())
-    graph = tracer.trace(model, concrete_args=constants)
-    for place in held.assigned():
-        raise CaptureError(f"forward assigns to buffer '{place.path}', which torch.fx.symbolic_trace would lose")
-    module = fx.GraphModule(model, graph)
-    module.graph.set_codegen(fx.graph.CodeGen())
-    for node in module.graph.find_nodes(op="placeholder"):
-        if node.target in names:
-            continue
-        # concrete_args leaves a placeholder `name_1` with asserts; matching of signatures replaces these.
-        node.target = node.target.rpartition("_")[0]
-        for user in [assertion for compared in node.users for assertion in compared.users] + list(node.users):
-            module.graph.erase_node(user)
-        if node.target not in bound.arguments:
-            module.graph.erase_node(node)
-    _order_placeholders(module.graph, [*itertools.islice(names, len(args)), *kwargs])
-    flat, out_spec = torch_private.tree_flatten(tracer.returned)
-    graph.output_node().args = (tuple(map(tracer.create_arg, flat)),)
-    for node in graph.nodes:
-        frames = re.split(r"\n(?=  File )", node.meta.get("stack_trace") or "")
-        node.meta["stack_trace"] = "\n".join(frame for frame in frames if f'File "{_TRACER_FILES[0]}' not in frame)
-    return Traced(module, out_spec, _unguarded)
-
-
-def _order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Put the placeholders, which come in the order of the signature, into that of the call's flat inputs."""
-    placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
-    for node in placeholders.values():
-        node.args = ()  # defaults, which would have to come last
-    first = next(iter(graph.nodes))
-    for name in names:
-        if name in placeholders and placeholders[name] is not first:
-            first.prepend(placeholders[name])
-        elif name in placeholders:
-            first = first.next
-
-
-class _Tracer(fx.Tracer):
-    """Keeps what the model returns in its own types: in the graph, dicts and lists become immutable ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.record_stack_traces = True
-        self.returned: Any = None
-        self._depth = 0
-
-    def create_arg(self, a: Any) -> Any:
-        """`a` as an argument of a node. The model's result is the last one that the tracer asks for."""
-        if not self._depth:
-            self.returned = a
-        self._depth += 1
-        try:
-            return super().create_arg(a)
-        finally:
-            self._depth -= 1
 
 
 _TRACER_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._subclasses.fake_tensor")

@@ -228,7 +228,7 @@ class ParameterValues:
             for module, name, parameter in self._places:
                 now, before = module._parameters.get(name), self._values[id(parameter)]
                 assigned = parameter.data_ptr() != self._data[id(parameter)].data_ptr()
-                if now is parameter and not assigned and _same(parameter.detach().cpu(), before):
+                if now is parameter and not assigned and same_values(parameter.detach().cpu(), before):
                     continue
                 written.append(id(parameter))
                 module._parameters[name] = parameter
@@ -237,5 +237,6 @@ class ParameterValues:
         return written
 
 
-def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
+def same_values(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape and values, NaN in the same places."""
     return now.shape == before.shape and bool(((now == before) | ((now != now) & (before != before))).all())

@@ -28,7 +28,7 @@ from autopar.capture import torch_private
 from autopar.capture.held_tensors import HeldTensors
 from autopar.capture.module_hooks import switched_off
 from autopar.capture.module_state import Attributes, Generators, own_generators
-from autopar.capture.parameter_writes import ParameterValues, refusal
+from autopar.capture.parameter_writes import ParameterValues, refusal, same_values
 from autopar.capture.registrations import contents_restored
 from autopar.capture.uncaptured import Effects, Size, Structure, TensorResult, same_constants
 from autopar.errors.names import with_article
@@ -242,19 +242,20 @@ def function_subject(cls: type) -> str:
 
 def _watched_call(held: HeldTensors | None, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Seen, Any]:
     inputs = [x for x in torch_private.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    before = [tensor._version for tensor in inputs]
+    before = [_Contents(tensor) for tensor in inputs]
     modules = held.modules if held is not None else []
     attributes, generators = Attributes(modules), Generators(held.generators if held is not None else [])
-    versions = [(t, t._version) for t in held.current()] if held is not None else []
+    contents = [_Contents(tensor) for tensor in held.current()] if held is not None else []
     shapes, gradients = [tuple(x.shape) for x in inputs], tuple(x.requires_grad for x in inputs)
     result = call(*args, **kwargs)
-    written = [place for place, (t, version) in enumerate(versions) if t._version != version]
-    if held is not None:
-        written += [p for p, (now, (t, _)) in enumerate(zip(held.current(), versions, strict=True)) if now is not t]
+    now = held.current() if held is not None else []
+    written = [
+        place for place, (one, t) in enumerate(zip(contents, now, strict=True)) if one.tensor is not t or one.changed()
+    ]
     structure, tensors, _ = Structure.of(result)
     stateful = attributes.changed() or generators.others_moved()
     refused = ""
-    if any(x._version != version for x, version in zip(inputs, before, strict=True)):
+    if any(one.changed() for one in before):
         refused = WRITES_INPUT
     elif not tensors:
         refused = "returns no tensor"
@@ -265,9 +266,24 @@ def _watched_call(held: HeldTensors | None, call: Callable[..., Any], args: Any,
     elif any(t.is_sparse or t.is_nested for t in tensors):
         refused = "returns a tensor without strides"
     else:
-        effects = Effects(generators.torch_has_moved(), stateful, tuple(sorted(set(written))))
+        effects = Effects(generators.torch_has_moved(), stateful, tuple(written))
         return _Seen(shapes, gradients, structure, [_result(t) for t in tensors], effects, ""), result
     return _Seen(shapes, gradients, structure, [], Effects(), refused), result
+
+
+class _Contents:
+    """What a tensor holds at one time. A write through its `.data` leaves its version as it was."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self._version = tensor, tensor._version
+        # Parameters are compared once for all calls (`ParameterValues`).
+        self._values = None if isinstance(tensor, nn.Parameter) or tensor.is_meta else tensor.detach().clone()
+
+    def changed(self) -> bool:
+        """Whether it was written since."""
+        if self.tensor._version != self._version:
+            return True
+        return self._values is not None and not same_values(self.tensor.detach(), self._values)
 
 
 def is_constant(value: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import fx
 from autopar.analysis.attention import attention_cores
 from autopar.analysis.batching import Batching
 from autopar.analysis.blocks import Blocks
+from autopar.analysis.buffer_writes import unrepeatable_nodes
 from autopar.analysis.operators import (
     compute_nodes,
     fused_groups,
@@ -26,7 +27,6 @@ from autopar.analysis.operators import (
     operator_name,
     replicable_nodes,
     requires_grad_nodes,
-    unrepeatable_nodes,
     weight_shares,
     write_order,
 )

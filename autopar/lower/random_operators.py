@@ -218,6 +218,26 @@ def from_global_generator(function: Callable[..., Any], *args: Any, **kwargs: An
         return function(*args, **kwargs)
 
 
+@functools.cache
+def _python_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`from_global_generator` of a function that generated code cannot name as an argument."""
+
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        return from_global_generator(function, *args, **kwargs)
+
+    drawn.__name__ = drawn.__qualname__ = f"{function.__name__}_from_global_generator"
+    _PYTHON_FUNCTIONS.add(drawn)
+    return drawn
+
+
+_PYTHON_FUNCTIONS: set[Callable[..., Any]] = set()
+
+
+def uses_global_generator(target: Any) -> bool:
+    """Whether what a node calls draws numbers from the global generator."""
+    return target is from_global_generator or target in _PYTHON_FUNCTIONS
+
+
 def _devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.device]:
     """Devices on which a call may draw: those of its tensors, and those that its arguments name."""
     for value in (*args, *kwargs.values()):
@@ -262,24 +282,28 @@ def lower_random(graph: fx.Graph, module: fx.GraphModule) -> bool:
             node.target = drawn_apart
         elif node.target in _OWN:
             node.target = _OWN[node.target]
-        else:
+        elif isinstance(node.target, torch._ops.OpOverload):
             node.args = (node.target, *node.args)
             node.target = from_global_generator
+        else:
+            node.target = _python_function(node.target)
     return found
 
 
 def draws_numbers(graph: fx.Graph) -> bool:
     """Whether a graph that `lower_random` has changed draws random numbers."""
-    functions = (*_OWN.values(), from_global_generator, drawn_apart)
+    functions = (*_OWN.values(), drawn_apart)
     opaque = (uncaptured(node) for node in graph.nodes)
-    return any(n.target in functions for n in graph.nodes) or any(o is not None and o.through for o in opaque)
+    return any(n.target in functions or uses_global_generator(n.target) for n in graph.nodes) or any(
+        o is not None and o.through for o in opaque
+    )
 
 
 def keep_from_compiler(module: fx.GraphModule) -> None:
     """Have torch.compile call the functions here rather than look into them: a thread's generator is nothing that it
     could carry along (torch 2.11 drops it without a word)."""
     for node in module.graph.nodes:
-        if node.target in (dropout, scaled_dot_product_attention, from_global_generator):
+        if node.target in (dropout, scaled_dot_product_attention) or uses_global_generator(node.target):
             node.target = _uncompiled(node.target)
     module.recompile()
 
@@ -294,10 +318,11 @@ def _through_global_generator(graph: fx.Graph, node: fx.Node) -> None:
     """A call_module or call_method node (only in graphs of symbolic_trace) as a call of from_global_generator."""
     with graph.inserting_before(node):
         if node.op == "call_module":
-            function: Any = graph.get_attr(str(node.target))
+            module = graph.get_attr(str(node.target))
+            call = graph.call_function(from_global_generator, (module, *node.args), dict(node.kwargs))
         else:
-            function = getattr(torch.Tensor, str(node.target))
-        call = graph.call_function(from_global_generator, (function, *node.args), dict(node.kwargs))
+            method = _python_function(getattr(torch.Tensor, str(node.target)))
+            call = graph.call_function(method, node.args, dict(node.kwargs))
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     graph.erase_node(node)

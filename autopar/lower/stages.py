@@ -22,12 +22,12 @@ from torch import fx, nn
 
 from autopar.analysis.attention import attention_cores
 from autopar.analysis.blocks import Blocks, written_through_views
+from autopar.analysis.buffer_writes import unrepeatable_nodes
 from autopar.analysis.kept_products import Kept
 from autopar.analysis.operators import (
     move_constants,
     on_device,
     operator_keys,
-    unrepeatable_nodes,
     written_arguments,
 )
 from autopar.capture.module_hooks import is_hook_point

@@ -50,13 +50,13 @@ def search_options(example: Example, options: PlanOptions, n_devices: int) -> tu
     and the options of the search. Raises PlanError for hints that contradict each other or the model, and InputError
     for more micro-batches than the model allows."""
     batching = example.batching
-    why = batching.whole_because(exact_norms=options.batch_norm == "exact")
+    why = batching.whole_because(options.batch_norm)
     n_microbatches = options.n_microbatches
     if why and (n_microbatches or 1) > 1:
         n_microbatches = 1  # a note in the plan gives the reason, and so does a warning where the plan runs
     batch, least = example.program.batch_size, batching.least_rows
     if not why and batch // least < (n_microbatches or 1) <= batch:
-        norms = f" ('{batching.batch_norms[0]}' normalises over a micro-batch)" if batching.batch_norms else ""
+        norms = f" ({batching.batch_norms[0]} normalises over a micro-batch)" if batching.batch_norms else ""
         raise InputError(
             f"n_microbatches={n_microbatches}, but the batch has {batch} samples and the model needs at least {least} "
             f"in a micro-batch{norms}; give at most {batch // least}"

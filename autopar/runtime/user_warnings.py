@@ -45,7 +45,7 @@ class OneTimeWarnings:
         if batching.batch_norms and plan.n_microbatches > 1:
             self._once(
                 f"batch norm uses the statistics of each micro-batch (1/{plan.n_microbatches} of the batch), first in "
-                f"'{batching.batch_norms[0]}'; batch_norm='deferred' keeps the running statistics those of the batch, "
+                f"{batching.batch_norms[0]}; batch_norm='deferred' keeps the running statistics those of the batch, "
                 "batch_norm='exact' keeps the batch whole"
             )
 

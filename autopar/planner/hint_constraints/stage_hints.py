@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import networkx as nx
 from torch import fx
 
-from autopar.analysis.operators import compute_nodes, fused_groups, replicable_nodes, unrepeatable_nodes, write_order
+from autopar.analysis.buffer_writes import unrepeatable_nodes
+from autopar.analysis.operators import compute_nodes, fused_groups, replicable_nodes, write_order
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.program import Program
 from autopar.capture.uncaptured import opaque_around

@@ -71,7 +71,7 @@ class BoundSignature:
 
 def whole_because(batching: Batching, settings: RunSettings) -> str:
     """Why the batch must be one micro-batch; "" if it may be split."""
-    return batching.whole_because(exact_norms=settings.batch_norm == "exact")
+    return batching.whole_because(settings.batch_norm)
 
 
 def bind(

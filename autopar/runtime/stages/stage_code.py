@@ -22,7 +22,7 @@ from autopar.capture import torch_private
 from autopar.capture.direct_calls import with_direct_calls
 from autopar.capture.work_shown import shown_work
 from autopar.errors import InputError
-from autopar.lower.random_operators import from_global_generator, keep_from_compiler
+from autopar.lower.random_operators import keep_from_compiler, uses_global_generator
 from autopar.lower.size_values import SizeSplit
 from autopar.lower.stages import StageProgram
 from cost_models.hardware.devices import Device
@@ -66,7 +66,7 @@ def _no_graphs_because(stage: StageProgram, recompute: bool) -> str:
         return "it is recomputed, so that its backward is no recording of its forward's tensors"
     if stage.deferred:
         return "its batch norms put statistics of micro-batches aside in Python"
-    if any(node.target is from_global_generator for node in stage.module.graph.nodes):
+    if any(uses_global_generator(node.target) for node in stage.module.graph.nodes):
         return "it draws random numbers from the global generator, which other stages share"
     return ""
 

@@ -114,7 +114,7 @@ def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshe
         found = _faster(found, _searched(costs, options, choose, meshes, width))
     searches = [found]
     if costs.rehearsal is not None and costs.alone and _looks_again(found):
-        searches.append(_with_fewer_bytes(costs, options, choose))
+        searches.append(_with_fewer_bytes(costs, options, choose, found.best))
         found = _faster(*searches)
         refused = searches[0]
         for _ in range(_MOST_FURTHER if found.best is not None else 0):
@@ -156,11 +156,12 @@ def _may_lack_memory(searching: Searching) -> bool:
     return nbytes > _FEWER * min(map(searching.memory, searching.costs.groups))
 
 
-def _with_fewer_bytes(costs: CostGraph, options: SearchOptions, choose: Choose) -> Found:
-    """What a search with fewer bytes finds. It has no meshes: stages on meshes are not rehearsed, and so gain
-    nothing."""
+def _with_fewer_bytes(costs: CostGraph, options: SearchOptions, choose: Choose, known: Candidate | None) -> Found:
+    """What a search with fewer bytes finds that may be faster than the known plan. It has no meshes: stages on meshes
+    are not rehearsed, and so gain nothing."""
     factor = _FEWER if costs.cluster is None else _FEWER_AHEAD
-    return _searched(costs, replace(options, bytes_factor=factor), choose, None)
+    seconds = math.inf if known is None else known.timeline.step_time
+    return _searched(costs, replace(options, bytes_factor=factor), choose, None, faster_than=seconds)
 
 
 def _faster(found: Found, other: Found) -> Found:
@@ -179,10 +180,13 @@ def _searched(
     meshes: MeshChoices | None,
     apart: int | None = None,
     known: Searching | None = None,
+    *,
+    faster_than: float = math.inf,
 ) -> Found:
-    """`apart`: see `SearchSpace`. `known`: an earlier search, whose rehearsals count here, too."""
+    """`apart`: see `SearchSpace`. `known`: an earlier search, whose rehearsals count here, too. `faster_than`: seconds
+    of a known step; for a cluster, plans that cannot be faster may be left out."""
     if costs.cluster is not None:
-        searching: Searching = SearchingAhead(costs, options, meshes, apart)
+        searching: Searching = SearchingAhead(costs, options, meshes, apart, faster_than=faster_than)
     else:
         searching = Searching(costs, options)
         if meshes is not None and (meshes.may_gain_time or _may_lack_memory(searching)):

@@ -26,6 +26,7 @@ from autopar.planner.inter_op.bounds import work_bound
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import PartitionResult
+from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.search_counts import MANY_DEVICES, parts_of_cluster
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import INTERLEAVED
@@ -46,14 +47,21 @@ class SearchingAhead(Searching):
     """All searches for a cluster."""
 
     def __init__(
-        self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None, apart: int | None = None
+        self,
+        costs: CostGraph,
+        options: SearchOptions,
+        meshes: MeshChoices | None = None,
+        apart: int | None = None,
+        *,
+        faster_than: float = math.inf,
     ) -> None:
+        """`faster_than`: seconds of a known step; plans that cannot be faster may be left out."""
         super().__init__(costs, options, meshes, apart)
         self._without_meshes = costs
         self.least_steps: dict[int, float] = {}  # s, by number of micro-batches: no plan is faster
         self._found: dict[Config, PartitionResult] = {}
         self._actions_left = _ACTIONS_SIMULATED // 2
-        self._best = math.inf  # s, the shortest step so far
+        self._best = faster_than  # s, the shortest step so far
         self._refused: set[Config] = set()  # whose best partitions do not fit
         self._many = sum(self.full) > MANY_DEVICES
         self._few_cuts = self.n_cuts <= _FEW_CUTS and not self._many and len(self.counts) > 1
@@ -82,8 +90,8 @@ class SearchingAhead(Searching):
         if best is None:
             return []
         options = replace(self.options, n_microbatches=best.config.n_microbatches)
-        alone = SearchingAhead(self._without_meshes, options, self.meshes, self.apart)
-        alone._best, alone.fits, alone.bytes_factors = self._best, self.fits, dict(self.bytes_factors)
+        alone = SearchingAhead(self._without_meshes, options, self.meshes, self.apart, faster_than=self._best)
+        alone.fits, alone.bytes_factors = self.fits, dict(self.bytes_factors)
         found = alone.run()
         self.take_in(alone)
         return found
@@ -186,8 +194,8 @@ class SearchingAhead(Searching):
         return [some for some in (used, rest) if some]
 
     def _promising(self, m: int, widths: Sequence[int], known: Sequence[Candidate], tolerance: float) -> bool:
-        """Whether there is anything promising on the fastest candidate's meshes. Unless there is, a large search looks
-        at no others for `m` micro-batches."""
+        """Whether there is anything promising on the fastest candidate's meshes, had their devices all the memory in
+        the world. Unless there is, a large search looks at no others for `m` micro-batches."""
         if self.all_shapes or self._many or len(self.pools) > 1 or not known:
             return True
         best = _fastest(known)
@@ -199,13 +207,12 @@ class SearchingAhead(Searching):
         self.add_meshes(m, alone, only=shapes)
         schedule = self.searched_as(best.config.schedule)
         tried = sorted(self._of_one_width(m, alone), key=lambda config: config.schedule != schedule)
-        for config in tried:
-            self._search(config, self._found, tolerance)
-            if config in self._found:  # looked at again with the other shapes
-                self._found.pop(config)
-                for other in tried:
-                    self.bounds.pop(other, None)
+        cutoffs = {config: self._cutoff(config, self._found) for config in tried}
+        for config, cutoff in cutoffs.items():
+            problem, exactly = self.problem_of(config).with_room(), config.chunks > 1
+            if solve(problem, self.counts_of(config), cutoff=cutoff, tolerance=tolerance, exactly=exactly) is not None:
                 return True
+        self.bounds |= {config: cutoff * (1 - tolerance) for config, cutoff in cutoffs.items()}
         return False
 
     def _of_one_width(self, m: int, widths: Sequence[int]) -> Iterator[Config]:

@@ -22,6 +22,7 @@ from autopar.analysis.loss_tensors import generators_in, gradients_aside, traine
 from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sample_states import IGNORES, NUMBERS, SELECTS
 from autopar.analysis.sequence_first import sequence_first_hint
+from autopar.analysis.undivided_blocks import undivided_blocks
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Answer, Asking, answered_as_now
 from autopar.capture.call_answers import CallState, Question, answered_for_call
@@ -65,7 +66,12 @@ class Example:
         return self.loss if self.loss_split is not None and self.loss_split.combine != "whole" else None
 
     @property
-    def whole_batch_notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
+        """What of the call a plan has to say: what sees the whole batch, and what cannot be divided."""
+        return (*self._whole_batch_notes, *undivided_blocks(self.program))
+
+    @property
+    def _whole_batch_notes(self) -> tuple[str, ...]:
         """That the end of the model or the loss sees the whole batch, and why; and whether prices leave it out, because
         it failed on the example."""
         if self.batching.tail is not None:
@@ -345,7 +351,7 @@ def example_ahead(
     example = capture_example(
         model, (), args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, verify=verify, strict=strict
     )
-    for note in example.whole_batch_notes:
+    for note in example.notes:
         if note.startswith(LEFT_OUT):
             warn(note)
     if loss_fn is not None or not example.training or not returns_own_loss(example.program, example.batching.tail):

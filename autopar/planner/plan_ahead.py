@@ -49,7 +49,7 @@ def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progres
     costs = estimate_costs(example, cluster, recipe, n_microbatches=search.n_microbatches, progress=progress)
     mesh_program = mesh_program_of(example, options.optimizer_name)
     best = plan_jointly(costs, search, mesh_program, max_shards=options.max_shards, progress=progress)
-    notes = (estimated_note(cluster), *example.whole_batch_notes, *example.program.uncaptured, *best.notes)
+    notes = (estimated_note(cluster), *example.notes, *example.program.uncaptured, *best.notes)
     return replace(
         best, notes=notes, model=fingerprint(example.model), assumed=assumed, work=step_work(example, cluster)
     )
@@ -82,7 +82,7 @@ def priced_ahead(
         estimated_note(cluster),
         *layers,
         *kept,
-        *example.whole_batch_notes,
+        *example.notes,
         *costs.notes,
         *other_assumptions(plan, assumed),
     )

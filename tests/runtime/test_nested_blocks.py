@@ -130,3 +130,27 @@ def test_writes_through_data_are_neither_lost_nor_repeated(write: Callable[[Thro
         for _ in range(3):
             torch.testing.assert_close(pm(x), alone(x), rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(model.m, alone.m)
+
+
+class Whole(nn.Module):
+    """All of its layers run under an autocast of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y: torch.Tensor = self.layers(x)
+        return y.float()
+
+
+def test_a_plan_says_that_a_block_cannot_be_divided() -> None:
+    model, x = Whole(), torch.randn(SAMPLES, WIDTH)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], example_args=(x,), tune=0)
+    assert pm.plan is not None
+    (note,) = [note for note in pm.plan.notes if "one operator" in note]
+    assert "under torch.autocast" in note
+    alone = autopar.parallelize(model.layers, ["cpu", "cpu"], example_args=(x,), tune=0)
+    assert alone.plan is not None
+    assert not any("one operator" in note for note in alone.plan.notes)

@@ -90,7 +90,7 @@ def plan_by_hand(
     else:
         configurations, not_followed = (), ()
     priced = predict(costs, plan, stage_of, search.conditions, configurations)
-    whole = (*example.whole_batch_notes, *costs.notes, estimated_note(cluster))
+    whole = (*example.notes, *costs.notes, estimated_note(cluster))
     notes = (f"{BY_HAND}{_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), *whole)
     found = replace(
         priced,

@@ -8,8 +8,9 @@
         simulate       what is promising
     move the boundaries between stages of the fastest plans
 
-Large searches leave out the limits, the moves, and most meshes for numbers of micro-batches beyond the best ones. Where
-the model has few cuts, they look at everything for the best number of micro-batches in the end.
+Large searches leave out the limits, the moves, and most meshes for numbers of micro-batches beyond the best ones: none
+where the meshes of the best plan so far are not promising. Where the model has few cuts, they look at everything for
+the best number of micro-batches in the end.
 
 Objective and simulator differ by a few per cent, so the least objective is not always the shortest step. The best plan
 under each limit that a user could set is a candidate, too, so that no limit makes a planned step shorter.

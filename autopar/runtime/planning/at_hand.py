@@ -72,7 +72,7 @@ def plan_at_hand(
         best = make_plan(costs, search, meshes)
     if options.calibrate and best.time_scale is None:
         best = calibrated(best, example, costs, search, progress, in_turn)
-    best = with_notes(with_shard_notes(best, costs, at_hand.notes), [*compiled.notes, *example.whole_batch_notes])
+    best = with_notes(with_shard_notes(best, costs, at_hand.notes), [*compiled.notes, *example.notes])
     return replace(best, model=fingerprint(example.model), work=step_work_at_hand(example, devices))
 
 
@@ -96,7 +96,7 @@ def priced_at_hand(
     if options.calibrate:
         priced = calibrated(priced, example, costs, search, progress, _in_turn(call, costs, ranks))
     work = step_work_at_hand(example, devices)
-    priced = with_notes(with_shard_notes(priced, costs), [*compiled.notes, *example.whole_batch_notes])
+    priced = with_notes(with_shard_notes(priced, costs), [*compiled.notes, *example.notes])
     return replace(priced, model=fingerprint(example.model), work=work)
 
 

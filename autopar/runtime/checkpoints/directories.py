@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from autopar.errors import CheckpointError
 from autopar.version import __version__
 
 MANIFEST = "manifest.json"
@@ -155,6 +156,20 @@ def manifest_of(folder: Path) -> tuple[File, ...]:
     if step != step_of(folder):
         raise ValueError(f"{MANIFEST} is of step {step}")
     return files
+
+
+def check_unchanged(folder: Path, files: tuple[File, ...]) -> None:
+    """Raise CheckpointError unless a directory still is the complete checkpoint with these files."""
+    try:
+        problem = "another checkpoint has replaced it" if manifest_of(folder) != files else ""
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise CheckpointError(
+            f"{folder} is no longer the checkpoint that was loaded ({problem}), and some of its values have not been "
+            "read: call autopar.load again; keep a checkpoint that was loaded before the model's first call until that "
+            "call has been made"
+        )
 
 
 def _files(entries: dict[str, Any]) -> Iterator[File]:

@@ -113,7 +113,7 @@ def load(
     failed = f"{folder} cannot be loaded"
     found = team.done(failed, lambda: _described(team, folder, model, optimizer, continued))
     _check_model(team, folder, model, found)
-    options = team.done(failed, lambda: _options(folder, model, optimizer, found))
+    options = [] if optimizer is None else _options(team, failed, model, optimizer, found)
     if team.rank == 0:
         _say(team, folder, optimizer, found.training)
     values = team.done(failed, lambda: _load_extra(found, continued))
@@ -193,16 +193,20 @@ def _check_model(team: Participants, folder: Path, model: nn.Module, found: _Fou
 
 
 def _options(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, found: _Found
+    team: Participants, failed: str, model: nn.Module, optimizer: torch.optim.Optimizer, found: _Found
 ) -> list[dict[str, Any]]:
     """What the optimizer's groups get. Raises InputError or CheckpointError for an optimizer that does not fit."""
     small = found.training.optimizer
-    if optimizer is None or small is None:
-        return []
-    check_same_class(folder, small, found.metadata, optimizer)
-    if isinstance(model, RankedModule):
-        model.follow(optimizer)
-    return optimizer_states.saved_options(model, optimizer, small)
+    assert small is not None
+
+    def groups() -> list[list[str]]:
+        check_same_class(found.folder, small, found.metadata, optimizer)
+        if isinstance(model, RankedModule):
+            model.follow(optimizer)
+        return optimizer_states.group_names(model, optimizer)
+
+    of_ranks = team.each(failed, groups)  # a rank may have no parameters of a group
+    return team.done(failed, lambda: optimizer_states.saved_options(optimizer_states.joined_names(of_ranks), small))
 
 
 def _say(team: Participants, folder: Path, optimizer: torch.optim.Optimizer | None, training: Training) -> None:
@@ -233,9 +237,9 @@ def _load_states(model: nn.Module, optimizer: torch.optim.Optimizer, found: _Fou
         """With the options that the groups have by then."""
         if isinstance(model, RankedModule):
             model.follow(optimizer)
-        tensors = optimizer_states.targets(model, optimizer, found.metadata)
-        read(found.folder, dict(tensors))
-        optimizer_states.restore(model, optimizer, tensors, small)
+        large = optimizer_states.targets(model, optimizer, found.metadata, small)
+        read(found.folder, optimizer_states.by_key(large))
+        optimizer_states.restore(model, optimizer, large, small)
 
     def load_states() -> None:
         with optimizer_states.kept_on_error(optimizer):

@@ -109,7 +109,7 @@ def _kept(own: str) -> tuple[set[str], set[str]]:
 def _state_names(small: SmallStates, metadata: Metadata) -> dict[str, set[str]]:
     """Names of the saved states, by parameter."""
     found = {name: set(values) for name, values in small.values.items()}
-    for name, states in state_keys(metadata).items():
+    for name, states in state_keys(metadata, small).items():
         found.setdefault(name, set()).update(key for key in states if "[" not in key)  # those are items of a list
     return found
 

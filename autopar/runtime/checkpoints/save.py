@@ -27,6 +27,7 @@ from autopar.errors import AutoparError, CheckpointError, InputError
 from autopar.runtime.checkpoints import contents, optimizer_states
 from autopar.runtime.checkpoints.directories import File, complete, folder_of, partial_of, start
 from autopar.runtime.checkpoints.optimizer_class import class_of, optimizer_fact, unwrapped
+from autopar.runtime.checkpoints.packing import packed, unpacked
 from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.random_states import random_states
 from autopar.runtime.checkpoints.reading import alone_warning_off
@@ -141,7 +142,7 @@ def _collected(
             copies = contents.own_copies(entries)
             entries.update(copies)
         return (
-            contents.packed({name: _state_of(value) for name, value in extra.items()}),
+            packed({name: _state_of(value) for name, value in extra.items()}),
             small,
             contents.tied_names(model),
         )
@@ -149,13 +150,14 @@ def _collected(
     found = team.each(failed, collect)
     own, (_, first, _) = found[team.rank], found[0]
     differs = any(one[0] != found[0][0] for one in found)
-    mine = contents.RankTraining(random_states(), contents.unpacked(own[0]) if differs else None)
-    entries[contents.training_of_rank(team.rank)] = contents.packed(mine)
+    mine = contents.RankTraining(random_states(), unpacked(own[0]) if differs else None)
+    entries[contents.training_of_rank(team.rank)] = packed(mine)
+    of_ranks = [one[1] for one in found if one[1] is not None]
+    small = team.done(failed, lambda: None if first is None else first.joined(of_ranks))
     if team.rank == 0:
-        small = None if first is None else first.joined([one[1] for one in found if one[1] is not None])
         ties = contents.joined_ties(one[2] for one in found)
-        all_ranks = contents.Training(saving.step, team.size, small, contents.unpacked(own[0]), differs, ties)
-        entries[contents.TRAINING] = contents.packed(all_ranks)
+        all_ranks = contents.Training(saving.step, team.size, small, unpacked(own[0]), differs, ties)
+        entries[contents.TRAINING] = packed(all_ranks)
     team.first(failed, lambda: start(saving.path))
     return _Writing(saving.path, team, entries)
 

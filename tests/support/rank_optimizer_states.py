@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from custom_optimizers import CUSTOM, Momentum, Slowing
 from rank_misuse import raised_by
-from rank_pending_states import layers, made, steps
+from rank_pending_states import batch, layers, made, steps
 from torch import nn
+from torch.nn import functional
 
 import autopar
 
@@ -91,3 +93,36 @@ def names_in_groups(folder: Path, placed_first: bool) -> tuple[list[str], list[s
     names = {id(p): name for name, p in pm.named_parameters()}
     (group,) = optimizer.param_groups
     return group["param_names"], [names[id(p)] for p in group["params"]]
+
+
+def second_optimizer(folder: Path) -> tuple[list[tuple[str, str, bool]], list[list[float]]]:
+    """Errors of saves with parts of tensors among the extra values; losses of two optimizers that have a directory
+    each, as they go on and after loading."""
+
+    def both(model: Any) -> list[torch.optim.Optimizer]:
+        matrices, others = ([p for p in model.parameters() if (p.dim() > 1) == is_one] for is_one in (True, False))
+        return [torch.optim.AdamW(matrices, lr=1e-2), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+
+    def trained(model: Any, optimizers: list[torch.optim.Optimizer], n: int) -> list[float]:
+        found = []
+        for _ in range(n):
+            found.append(model.train_step(batch(), target=batch(), loss_fn=functional.mse_loss).item())
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+        return found
+
+    made_both: list[Any] = []
+    pm, first = made(lambda m: made_both.append(both(m)) or made_both[-1][0])
+    pair = made_both[-1]
+    trained(pm, pair, 2)
+    extras: list[dict[str, Any]] = [{"a": 1, "other": pair[1]}, {"mean": [p.detach().clone() for p in pm.parameters()]}]
+    errors = [raised_by(lambda extra=extra: autopar.save(folder, pm, first, step=2, extra=extra)) for extra in extras]
+    for name, optimizer in zip("ab", pair, strict=True):
+        autopar.save(folder / name, pm, optimizer, step=2)
+    losses = [trained(pm, pair, 3)]
+    pm, _ = made(lambda m: made_both.append(both(m)) or made_both[-1][0])
+    pair = made_both[-1]
+    for name, optimizer in zip("ab", pair, strict=True):
+        autopar.load(folder / name, pm, optimizer)
+    return errors, [*losses, trained(pm, pair, 3)]

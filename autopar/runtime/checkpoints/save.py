@@ -27,7 +27,7 @@ from autopar.errors import AutoparError, CheckpointError, InputError
 from autopar.runtime.checkpoints import contents, optimizer_states
 from autopar.runtime.checkpoints.directories import File, complete, folder_of, partial_of, start
 from autopar.runtime.checkpoints.optimizer_class import class_of, optimizer_fact, unwrapped
-from autopar.runtime.checkpoints.packing import packed, unpacked
+from autopar.runtime.checkpoints.packing import holds_parts, packed, unpacked
 from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.random_states import random_states
 from autopar.runtime.checkpoints.reading import alone_warning_off
@@ -141,11 +141,10 @@ def _collected(
         if asynchronous:
             copies = contents.own_copies(entries)
             entries.update(copies)
-        return (
-            packed({name: _state_of(value) for name, value in extra.items()}),
-            small,
-            contents.tied_names(model),
-        )
+        states = {name: _state_of(value) for name, value in extra.items()}
+        if team.group is not None:
+            _check_whole(saving, model, extra, states)
+        return packed(states), small, contents.tied_names(model)
 
     found = team.each(failed, collect)
     own, (_, first, _) = found[team.rank], found[0]
@@ -169,6 +168,26 @@ def _check_has_states(saving: Saving, model: RankedModule, optimizer: torch.opti
             "model's first call, which reads them, and that call has not been made, or has failed; call the model once "
             "before save, or give parallelize example_args=, so that load reads them at once"
         )
+
+
+def _check_whole(saving: Saving, model: nn.Module, extra: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for extra values with which another plan could not go on: parts of this rank."""
+    own = {id(p) for p in model.parameters()} if isinstance(model, RankedModule) else set()
+    for name, value in extra.items():
+        refused = f"{saving.path} cannot be saved: extra has {name!r}, of type {type(value).__name__}, "
+        if isinstance(value, torch.optim.Optimizer) and any(
+            id(p) in own for group in value.param_groups for p in group["params"]
+        ):
+            raise CheckpointError(
+                f"{refused}an optimizer of the model's parameters, which are spread over ranks, and a checkpoint takes "
+                f"one optimizer: save it to a directory of its own, autopar.save(another_directory, model, {name}, "
+                "step=...), and load both directories"
+            )
+        if holds_parts(states[name]):
+            raise CheckpointError(
+                f"{refused}with DTensors, of which each rank has a part: no other plan could go on with them; give whole "
+                "tensors (tensor.full_tensor())"
+            )
 
 
 def _state_of(value: Any) -> Any:

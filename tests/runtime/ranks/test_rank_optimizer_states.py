@@ -12,6 +12,7 @@ from rank_optimizer_states import (
     groups_in_another_order,
     names_in_groups,
     refused_states,
+    second_optimizer,
 )
 from rank_pending_states import made, steps
 from rank_pool import RankPool
@@ -61,3 +62,19 @@ def test_each_rank_keeps_the_names_of_its_own_parameters(ranks: RankPool, tmp_pa
     for found, wanted in ranks.run(names_in_groups, 2, tmp_path, placed_first):
         assert found == wanted
         assert len(wanted) == 4
+
+
+def test_parts_of_tensors_in_extra_are_refused_and_two_optimizers_go_on_from_a_directory_each(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (errors, losses), (others, _) = ranks.run(second_optimizer, 2, tmp_path)
+    assert errors == others
+    assert losses[0] == losses[1]
+    wanted = [
+        "extra has 'other', of type SGD, an optimizer .* save it to a directory of its own",
+        r"extra has 'mean', of type list, with DTensors, .* give whole tensors \(tensor.full_tensor\(\)\)",
+    ]
+    for (kind, message, shown_once), words in zip(errors, wanted, strict=True):
+        assert kind == "CheckpointError"
+        assert re.search(words, message), message
+        assert shown_once

@@ -85,7 +85,7 @@ def load(
     warning. Load only what you trust: checkpoints of torch.distributed contain pickles.
 
     Args:
-        directory: as in `save`, or the directory of one step.
+        directory: as in `save`, or the directory of one step, which may have been copied or linked to any name.
         model: as in `save`.
         optimizer: of the class that was saved. One that was made before the first call under torchrun gets its states
             then.

@@ -185,8 +185,8 @@ def _check_whole(saving: Saving, model: nn.Module, extra: Mapping[str, Any], sta
             )
         if holds_parts(states[name]):
             raise CheckpointError(
-                f"{refused}with DTensors, of which each rank has a part: no other plan could go on with them; give whole "
-                "tensors (tensor.full_tensor())"
+                f"{refused}with DTensors, of which each rank has a part: no other plan could go on with them; give "
+                "whole tensors (tensor.full_tensor())"
             )
 
 

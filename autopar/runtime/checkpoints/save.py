@@ -67,7 +67,8 @@ def save(
             Before `torch.distributed.destroy_process_group()`, call `wait()`.
 
     Raises: InputError for arguments that do not fit, or differ between ranks; CheckpointError if it cannot be written
-    (asynchronous: by `wait()`, or by the next save or load).
+    (asynchronous: by `wait()`, or by the next save or load), or on ranks, if the first call has yet to read the states
+    of the optimizer that was loaded.
     """
     check_arguments(directory, model, optimizer, extra)
     if not is_step(step):

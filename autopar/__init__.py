@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from autopar.planner.cluster_comparison import ClusterComparison
     from autopar.report.document import Report
     from autopar.runtime.checkpoints.load import Checkpoint, load
-    from autopar.runtime.checkpoints.save import Saving, save
+    from autopar.runtime.checkpoints.save import save
+    from autopar.runtime.checkpoints.saving import Saving
     from autopar.runtime.comparing.comparison import Comparison
     from autopar.runtime.grad_scaler import GradScaler
     from autopar.runtime.gradient_norm import clip_grad_norm_
@@ -101,7 +102,7 @@ _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "PlanDiff": "autopar.plan.diff",
     "Profile": "autopar.costs.profile",
     "Report": "autopar.report.document",
-    "Saving": "autopar.runtime.checkpoints.save",
+    "Saving": "autopar.runtime.checkpoints.saving",
     "StepProfile": "autopar.runtime.step_profile",
     "clear_hints": "autopar.hints.module_hints",
     "clip_grad_norm_": "autopar.runtime.gradient_norm",

@@ -35,14 +35,7 @@ def choose(
         "required": repr(required),
     }
     compare(team, {name: (value, "give every rank the same") for name, value in own.items()} | dict(facts))
-    if directories.is_checkpoint(root):
-        of_root = directories.step_of(root)
-        if step not in (None, of_root):
-            raise on_all_ranks(
-                InputError(f"{root} is the checkpoint of step {of_root}, not of step={step}: give {root.parent}")
-            )
-        root, step = root.parent, of_root
-    found = team.first(f"the checkpoints in {root} cannot be listed", lambda: _listed(root, step))
+    root, step, found = team.first(f"the checkpoints in {root} cannot be listed", lambda: _listed(root, step))
     skipped: list[str] = []
     for folder in found:
         problems = [p for p in team.gathered(_problem(folder, team)) if p]
@@ -59,13 +52,23 @@ def choose(
     return None
 
 
-def _listed(root: Path, step: int | None) -> list[Path]:
+def _listed(root: Path, step: int | None) -> tuple[Path, int | None, list[Path]]:
+    """Where checkpoints are looked for, of which step, and what there is; `root` may be one checkpoint itself."""
+    named = directories.step_of(root)
+    own = directories.step_inside(root) if named is None else named
+    if own is not None and step not in (None, own):
+        instead = "leave step out" if named is None else f"give {root.parent}"
+        raise InputError(f"{root} is the checkpoint of step {own}, not of step={step}: {instead}")
+    if named is not None:
+        root, step = root.parent, named
+    elif own is not None:
+        return root, own, [root]
     if not root.is_dir():
         nearest = next(path for path in (root, *root.parents) if path.exists())
         if not nearest.is_dir():
             raise CheckpointError(f"{nearest} is a file, not a directory of checkpoints as autopar.save makes them")
-        return []
-    return [folder for folder in directories.candidates(root) if step in (None, directories.step_of(folder))]
+        return root, step, []
+    return root, step, [one for one in directories.candidates(root) if step in (None, directories.step_of(one))]
 
 
 def _problem(folder: Path, team: Participants) -> str:

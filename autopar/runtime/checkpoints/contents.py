@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import torch_private_ranks
 from autopar.errors import InputError
 from autopar.runtime.checkpoints.optimizer_states import SmallStates
+from autopar.runtime.checkpoints.packing import packed, unpacked
 
 MODEL = "model."
 TRAINING = "training"
@@ -89,18 +89,6 @@ def own_copies(entries: Mapping[str, Any]) -> dict[str, Any]:
         return copies[key]
 
     return {key: copied(value) for key, value in entries.items()}
-
-
-def packed(value: Any) -> bytes:
-    """As it is now, whatever becomes of its parts later."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """A checkpoint of torch.distributed runs code when it is read, as pickles do: this adds nothing to that."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype] | None]  # by name; None: no tensor

@@ -23,10 +23,11 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from autopar.errors import CheckpointError
 from autopar.version import __version__
 
 MANIFEST = "manifest.json"
@@ -73,15 +74,23 @@ def partial_of(folder: Path) -> Path:
     return folder.with_name(folder.name + ".partial")
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether this is the name of one checkpoint, complete or not."""
-    return _NAME.fullmatch(folder.name) is not None
+def _replaced_of(folder: Path) -> Path:
+    """Where the complete checkpoint is that another one takes the place of."""
+    return folder.with_name(folder.name + ".replaced")
 
 
-def step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int | None:
+    """By the name of one checkpoint, complete or not; None: it has another name."""
     found = _NAME.fullmatch(folder.name)
-    assert found is not None
-    return int(found[1])
+    return None if found is None else int(found[1])
+
+
+def step_inside(folder: Path) -> int | None:
+    """Of a complete checkpoint in a directory of any name, as a copy or a link has; None: it is none."""
+    try:
+        return _read_manifest(folder).step
+    except ValueError:
+        return None
 
 
 def candidates(directory: Path) -> list[Path]:
@@ -92,8 +101,16 @@ def candidates(directory: Path) -> list[Path]:
 
 
 def start(folder: Path) -> Path:
-    """An empty directory in which a checkpoint can be written. Raises OSError."""
+    """An empty directory in which a checkpoint can be written.
+
+    Raises CheckpointError for what would be in the way at the end, OSError for what is at once.
+    """
     partial = partial_of(folder)
+    for path in (folder, partial, _replaced_of(folder)):
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise CheckpointError(
+                f"{folder} cannot be saved: {path} is a file or a link, where saving makes a directory; move it away"
+            )
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -118,7 +135,7 @@ def complete(folder: Path, files: Iterable[File], n_ranks: int) -> None:
         os.fsync(stream.fileno())
     temporary.replace(partial / MANIFEST)
     _sync(partial)
-    replaced = folder.with_name(folder.name + ".replaced")
+    replaced = _replaced_of(folder)
     if folder.exists():
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -140,21 +157,46 @@ def _sync(folder: Path) -> None:
 
 def manifest_of(folder: Path) -> tuple[File, ...]:
     """The files of a complete checkpoint. Raises ValueError, which says why it is none."""
+    found = _read_manifest(folder)
+    if found.format != FORMAT:
+        raise ValueError(f"{MANIFEST} has format {found.format}; this version of autopar reads {FORMAT}")
+    if step_of(folder) not in (None, found.step):
+        raise ValueError(f"{MANIFEST} is of step {found.step}")
+    return found.files
+
+
+class _Manifest(NamedTuple):
+    format: int
+    step: int
+    files: tuple[File, ...]  # of another format: none
+
+
+def _read_manifest(folder: Path) -> _Manifest:
+    """Raises ValueError, which says why there is none."""
     try:
         found = json.loads((folder / MANIFEST).read_text())
-        written, step = found["format"], found["step"]
-        files = tuple(_files(found["files"])) if written == FORMAT else ()
+        written, step = found["format"], int(found["step"])
+        return _Manifest(written, step, tuple(_files(found["files"])) if written == FORMAT else ())
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST}, which is written last, is missing: saving did not end") from None
     except OSError as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error.strerror})") from error
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{MANIFEST} is damaged") from error
-    if written != FORMAT:
-        raise ValueError(f"{MANIFEST} has format {written}; this version of autopar reads {FORMAT}")
-    if step != step_of(folder):
-        raise ValueError(f"{MANIFEST} is of step {step}")
-    return files
+
+
+def check_unchanged(folder: Path, files: tuple[File, ...]) -> None:
+    """Raise CheckpointError unless a directory still is the complete checkpoint with these files."""
+    try:
+        problem = "another checkpoint has replaced it" if manifest_of(folder) != files else ""
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise CheckpointError(
+            f"{folder} is no longer the checkpoint that was loaded ({problem}), and some of its values have not been "
+            "read: call autopar.load again; keep a checkpoint that was loaded before the model's first call until that "
+            "call has been made"
+        )
 
 
 def _files(entries: dict[str, Any]) -> Iterator[File]:

@@ -12,8 +12,9 @@ would need room for all of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,20 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from autopar.errors import InputError, warn
-from autopar.runtime.checkpoints import contents, optimizer_states
+from autopar.runtime.checkpoints import contents, directories, optimizer_states
 from autopar.runtime.checkpoints.choice import choose
 from autopar.runtime.checkpoints.contents import RankTraining, Training
-from autopar.runtime.checkpoints.optimizer_class import check_same_class, optimizer_fact, warn_of_unknown_class
+from autopar.runtime.checkpoints.directories import File
+from autopar.runtime.checkpoints.optimizer_class import (
+    check_same_class,
+    optimizer_fact,
+    unwrapped,
+    warn_of_unknown_class,
+)
 from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.random_states import restore_random_states
 from autopar.runtime.checkpoints.reading import metadata_of, read, training_of, training_of_rank
-from autopar.runtime.checkpoints.save import check_arguments, is_step, wait_for_saving
+from autopar.runtime.checkpoints.save import check_arguments, is_step
 from autopar.runtime.ranks.agreement import Facts
 from autopar.runtime.ranks.faults.watcher import watched
 from autopar.runtime.ranks.module import RankedModule
@@ -40,6 +47,8 @@ from autopar.runtime.ranks.one_message import on_all_ranks
 class _Found:
     """What this rank reads of a checkpoint before it changes anything."""
 
+    folder: Path
+    files: tuple[File, ...]
     metadata: Metadata
     training: Training
     of_rank: RankTraining  # of rank 0 where the number of ranks has changed
@@ -76,7 +85,7 @@ def load(
     warning. Load only what you trust: checkpoints of torch.distributed contain pickles.
 
     Args:
-        directory: as in `save`, or the directory of one step.
+        directory: as in `save`, or the directory of one step, which may have been copied or linked to any name.
         model: as in `save`.
         optimizer: of the class that was saved. One that was made before the first call under torchrun gets its states
             then.
@@ -96,7 +105,6 @@ def load(
             "step must be the number of steps that were done when the checkpoint was saved, a whole number of at least "
             f"0, or None for the newest, got {step!r}"
         )
-    wait_for_saving()
     team, continued = participants("load"), extra or {}
     facts = _facts(model, optimizer, continued, random_state)
     folder = choose(team, directory, step, required=required, facts=facts)
@@ -105,7 +113,7 @@ def load(
     failed = f"{folder} cannot be loaded"
     found = team.done(failed, lambda: _described(team, folder, model, optimizer, continued))
     _check_model(team, folder, model, found)
-    options = team.done(failed, lambda: _options(folder, model, optimizer, found))
+    options = [] if optimizer is None else _options(team, failed, model, optimizer, found)
     if team.rank == 0:
         _say(team, folder, optimizer, found.training)
     values = team.done(failed, lambda: _load_extra(found, continued))
@@ -113,11 +121,12 @@ def load(
         if optimizer is not None:
             for group, saved in zip(optimizer.param_groups, options, strict=True):
                 group.update(saved)
-            _load_states(team, folder, model, optimizer, found)
+            _load_states(model, optimizer, found)
+        load_model = partial(_read_now, found, failed, partial(_load_model, folder, model))
         if isinstance(model, RankedModule) and model.lacks_values:
-            model.when_placed(lambda: team.done(failed, lambda: _load_model(folder, model)))
+            model.when_placed(load_model, of=model)
         else:
-            team.done(failed, lambda: _load_model(folder, model))
+            load_model()
     if random_state:
         restore_random_states(found.of_rank.random)
     return Checkpoint(folder, found.training.step, values)
@@ -167,7 +176,7 @@ def _described(
                 "state_dict() lacks)"
             )
     of_rank = training_of_rank(folder, team.rank if training.n_ranks == team.size else 0)
-    return _Found(metadata_of(folder), training, of_rank)
+    return _Found(folder, directories.manifest_of(folder), metadata_of(folder), training, of_rank)
 
 
 def _check_model(team: Participants, folder: Path, model: nn.Module, found: _Found) -> None:
@@ -184,16 +193,20 @@ def _check_model(team: Participants, folder: Path, model: nn.Module, found: _Fou
 
 
 def _options(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, found: _Found
+    team: Participants, failed: str, model: nn.Module, optimizer: torch.optim.Optimizer, found: _Found
 ) -> list[dict[str, Any]]:
     """What the optimizer's groups get. Raises InputError or CheckpointError for an optimizer that does not fit."""
     small = found.training.optimizer
-    if optimizer is None or small is None:
-        return []
-    check_same_class(folder, small, found.metadata, optimizer)
-    if isinstance(model, RankedModule):
-        model.follow(optimizer)
-    return optimizer_states.saved_options(model, optimizer, small)
+    assert small is not None
+
+    def groups() -> list[list[str]]:
+        check_same_class(found.folder, small, found.metadata, optimizer)
+        if isinstance(model, RankedModule):
+            model.follow(optimizer)
+        return optimizer_states.group_names(model, optimizer)
+
+    of_ranks = team.each(failed, groups)  # a rank may have no parameters of a group
+    return team.done(failed, lambda: optimizer_states.saved_options(optimizer_states.joined_names(of_ranks), small))
 
 
 def _say(team: Participants, folder: Path, optimizer: torch.optim.Optimizer | None, training: Training) -> None:
@@ -215,29 +228,38 @@ def _load_extra(found: _Found, extra: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _load_states(
-    team: Participants, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, found: _Found
-) -> None:
+def _load_states(model: nn.Module, optimizer: torch.optim.Optimizer, found: _Found) -> None:
     """Of the optimizer: now, or on ranks when the parameters are placed. Collective each time."""
-    small = found.training.optimizer
+    small, failed = found.training.optimizer, f"the optimizer's states in {found.folder} cannot be loaded"
     assert small is not None
 
     def states() -> None:
         """With the options that the groups have by then."""
         if isinstance(model, RankedModule):
             model.follow(optimizer)
-        tensors = optimizer_states.targets(model, optimizer, found.metadata)
-        read(folder, dict(tensors))
-        optimizer_states.restore(model, optimizer, tensors, small)
+        large = optimizer_states.targets(model, optimizer, found.metadata, small)
+        read(found.folder, optimizer_states.by_key(large))
+        optimizer_states.restore(model, optimizer, large, small)
 
     def load_states() -> None:
         with optimizer_states.kept_on_error(optimizer):
-            team.done(f"the optimizer's states in {folder} cannot be loaded", states)
+            _read_now(found, failed, states)
 
-    if isinstance(model, RankedModule) and not model.placed:
-        model.when_placed(load_states)
+    if isinstance(model, RankedModule):
+        model.when_placed(load_states, of=unwrapped(optimizer))
     else:
         load_states()
+
+
+def _read_now(found: _Found, failed: str, do: Callable[[], None]) -> None:
+    """Read from a checkpoint, which an earlier call may have found. Collective. Raises CheckpointError if it has been
+    replaced since."""
+
+    def checked() -> None:
+        directories.check_unchanged(found.folder, found.files)
+        do()
+
+    participants().done(failed, checked)
 
 
 def _load_model(folder: Path, model: nn.Module) -> None:

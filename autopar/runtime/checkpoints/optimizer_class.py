@@ -36,13 +36,17 @@ _STATES = {
 }
 
 
-def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """`torch.optim.SGD`, or the full name of another class. A wrapper that has no states of its own, as Accelerate's,
-    counts as what it wraps."""
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What a wrapper without states of its own, as Accelerate's, wraps."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer) and inner.state is optimizer.state:
-        return class_of(inner)
-    kind = type(optimizer)
+        return unwrapped(inner)
+    return optimizer
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """`torch.optim.SGD`, or the full name of another class. A wrapper counts as what it wraps."""
+    kind = type(unwrapped(optimizer))
     if getattr(torch.optim, kind.__name__, None) is kind:
         return _TORCH + kind.__name__
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -105,7 +109,7 @@ def _kept(own: str) -> tuple[set[str], set[str]]:
 def _state_names(small: SmallStates, metadata: Metadata) -> dict[str, set[str]]:
     """Names of the saved states, by parameter."""
     found = {name: set(values) for name, values in small.values.items()}
-    for name, states in state_keys(metadata).items():
+    for name, states in state_keys(metadata, small).items():
         found.setdefault(name, set()).update(key for key in states if "[" not in key)  # those are items of a list
     return found
 

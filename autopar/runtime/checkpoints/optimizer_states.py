@@ -3,8 +3,8 @@
 Tensors with dimensions, and those of a parameter without any, are entries of the checkpoint of their own, as DTensors
 where the parameter is one: `optimizer.state.layers.0.weight.exp_avg` (the names of torch's
 `get_optimizer_state_dict(flatten_optimizer_state_dict=True)`). Those inside of a list, as L-BFGS keeps, have their
-place in the name: `old_dirs[3]`. Everything else (step counts, None, the options of parameter groups) is small and
-travels as one value.
+place in the name: `old_dirs[3]`; `[0]` is the state 0, which has a number for a name. Everything else (step counts,
+None, the options of parameter groups, states of no parameter) is small and travels as one value.
 
 A parameter without states stays without: torch's own functions would give it some, by a step with zero gradients.
 """
@@ -15,6 +15,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import CheckpointError, InputError
+from autopar.runtime.checkpoints.packing import holds_parts, packed, unpacked
 from autopar.runtime.initial_values.missing_values import follow
 
 STATE = "optimizer.state."
@@ -43,20 +45,26 @@ class SmallStates:
     groups: list[ParameterGroup] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter: step counts and the like
     kind: str = ""  # class of the optimizer; "": of a version that did not save it
+    shared: dict[str, bytes] | None = None  # packed, by name: states of no parameter; None: there are none
 
     def joined(self, others: Sequence[SmallStates]) -> SmallStates:
         """Together with what other ranks have, whose optimizers have the same groups. Raises InputError."""
-        if len({len(one.groups) for one in others}) > 1:
-            counts = ", ".join(str(len(one.groups)) for one in others)
-            raise InputError(f"the ranks' optimizers differ in their number of parameter groups: {counts}")
-        groups = [
-            ParameterGroup(_options_of([one.groups[i] for one in others]), list(dict.fromkeys(_names(others, i))))
-            for i in range(len(self.groups))
-        ]
+        names = joined_names([[group.names for group in one.groups] for one in others])
+        groups = [ParameterGroup(_options_of([one.groups[i] for one in others]), of) for i, of in enumerate(names)]
         values: dict[str, dict[str, Any]] = {}
         for one in others:
             values |= one.values
-        return SmallStates(groups, values, self.kind)
+        return SmallStates(groups, values, self.kind, _joined_shared([one.shared or {} for one in others]))
+
+
+def _joined_shared(ranks: Sequence[dict[str, bytes]]) -> dict[str, bytes] | None:
+    differs = [name for name in dict.fromkeys(chain(*ranks)) if len({one.get(name) for one in ranks}) > 1]
+    if differs:
+        raise InputError(
+            f"the optimizer's state '{differs[0]}', which belongs to no parameter, differs between the ranks, and a "
+            "checkpoint for any plan has one for all: keep it the same on all ranks, or as a state of a parameter"
+        )
+    return ranks[0] or None
 
 
 def _options_of(groups: Sequence[ParameterGroup]) -> dict[str, Any]:
@@ -64,9 +72,12 @@ def _options_of(groups: Sequence[ParameterGroup]) -> dict[str, Any]:
     return next((group for group in groups if group.names), groups[0]).options
 
 
-def _names(ranks: Sequence[SmallStates], i: int) -> Iterator[str]:
-    for one in ranks:
-        yield from one.groups[i].names
+def joined_names(ranks: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """The parameters of each group on all ranks, of those on each. Raises InputError."""
+    if len({len(groups) for groups in ranks}) > 1:
+        counts = ", ".join(str(len(groups)) for groups in ranks)
+        raise InputError(f"the ranks' optimizers differ in their number of parameter groups: {counts}")
+    return [list(dict.fromkeys(chain.from_iterable(parts))) for parts in zip(*ranks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -90,40 +101,104 @@ def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, st
     return names
 
 
+def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The parameters of each group. Raises InputError as `names_of`."""
+    names = names_of(model, optimizer)
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group: not its parameters, nor the names that the optimizer was given for them."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], SmallStates]:
     """The states of this rank's parameters: large tensors by their key in the checkpoint, and everything else.
 
-    Raises InputError for states that belong to a part of a parameter without saying which.
+    Raises InputError for states that belong to a part of a parameter without saying which, and for what a checkpoint
+    cannot keep.
     """
-    names, tensors, small = names_of(model, optimizer), {}, SmallStates()
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        small.groups.append(ParameterGroup(options, [names[id(p)] for p in group["params"]]))
+    names, tensors = names_of(model, optimizer), {}
+    small = SmallStates(
+        [
+            ParameterGroup(_without_parameters(group), own)
+            for group, own in zip(optimizer.param_groups, group_names(model, optimizer), strict=True)
+        ]
+    )
     for parameter, state in optimizer.state.items():
-        if id(parameter) not in names:
-            continue
-        name = names[id(parameter)]
-        large: dict[str, torch.Tensor] = {}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and _is_like(key, value, parameter):
-                large[key] = value
-            else:
-                small.values.setdefault(name, {})[key] = _without_tensors(key, value, large)
-        for key, tensor in large.items():
-            _check_layout(name, key, tensor, parameter)
-            tensors[f"{STATE}{name}.{key}"] = _summed(tensor)
+        if not isinstance(parameter, torch.Tensor):
+            small.shared = (small.shared or {}) | {parameter: _packed_shared(parameter, state)}
+        elif id(parameter) in names:
+            name = names[id(parameter)]
+            large, values = _divided(name, parameter, state)
+            if values:
+                small.values[name] = values
+            for key, tensor in large.items():
+                _check_layout(name, key, tensor, parameter)
+                tensors[f"{STATE}{name}.{key}"] = _summed(tensor)
+        elif state:
+            raise InputError(
+                f"the optimizer has states of a tensor of shape {tuple(parameter.shape)} that is none of the model's "
+                "parameters: delete them (del optimizer.state[tensor]), or make the optimizer anew"
+            )
     return tensors, small
 
 
-def _without_tensors(key: str, value: Any, large: dict[str, torch.Tensor]) -> Any:
-    """For pickling. Tensors with dimensions go from lists, tuples and dicts to `large`, by names that begin with
-    `key`; a DTensor of one number has the same on all its ranks."""
-    if isinstance(value, torch.Tensor):
-        if value.dim():
-            large[key] = value
-            return TensorEntry(key)
-        return value.full_tensor() if isinstance(value, DTensor) else value
-    return _mapped(value, lambda place, item: _without_tensors(f"{key}[{place}]", item, large))
+def _packed_shared(name: object, state: Any) -> bytes:
+    """Raises InputError for a state of no parameter that a checkpoint cannot keep."""
+    if not isinstance(name, str):
+        raise InputError(
+            f"the optimizer has a state of {name!r}, of type {type(name).__name__}, which is no parameter: use a text"
+        )
+    if holds_parts(state):
+        raise InputError(
+            f"the optimizer's state '{name}', which belongs to no parameter, has DTensors: they are this rank's parts, "
+            "which no other plan could go on with; keep them as states of a parameter of their shape"
+        )
+    return packed(state)
+
+
+def _divided(
+    name: str, parameter: torch.Tensor, state: Mapping[Any, Any]
+) -> tuple[dict[str, torch.Tensor], dict[Any, Any]]:
+    """Large states of a parameter by their names in the checkpoint, and everything else."""
+    large: dict[str, torch.Tensor] = {}
+    values: dict[Any, Any] = {}
+
+    def put(entry: str, tensor: torch.Tensor) -> TensorEntry:
+        if entry in large:
+            raise InputError(f"two of the optimizer's states of '{name}' have the name '{entry}': rename one of them")
+        large[entry] = tensor
+        return TensorEntry(entry)
+
+    def without_tensors(entry: str, value: Any) -> Any:
+        """For pickling. Tensors with dimensions go from lists, tuples and dicts to the large ones, by names that begin
+        with `entry`; a DTensor of one number has the same on all its ranks."""
+        if isinstance(value, torch.Tensor):
+            if value.dim():
+                return put(entry, value)
+            return value.full_tensor() if isinstance(value, DTensor) else value
+        return _mapped(value, lambda place, item: without_tensors(f"{entry}[{place}]", item))
+
+    for key, value in state.items():
+        if not isinstance(key, (str, int)):
+            raise InputError(
+                f"the optimizer's state {key!r} of '{name}' is named by a value of type {type(key).__name__}: use a "
+                "text or a number"
+            )
+        entry = key if isinstance(key, str) else f"[{key}]"
+        if isinstance(value, torch.Tensor) and _is_like(key, value, parameter):
+            of = put(entry, value)
+            if entry != key:
+                values[key] = of
+        else:
+            values[key] = without_tensors(entry, value)
+    if isinstance(parameter, DTensor) and holds_parts(values):
+        raise InputError(
+            f"the optimizer's states of '{name}' have DTensors inside of something else than a list, a tuple or a "
+            "dict, where no other plan could go on with them: keep them in one of these"
+        )
+    return large, values
 
 
 def _mapped(value: Any, change: Callable[[int, Any], Any]) -> Any:
@@ -145,7 +220,7 @@ def _summed(value: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _is_like(key: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+def _is_like(key: str | int, value: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a state is one of the parameter's entries, and no count: as a DTensor, it must stay one."""
     return value.dim() > 0 or (parameter.dim() == 0 and key != "step")
 
@@ -159,25 +234,35 @@ def _check_layout(name: str, key: str, value: torch.Tensor, parameter: torch.Ten
         )
 
 
-def state_keys(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """The large states in a checkpoint, by parameter and by name of the state."""
+def state_keys(metadata: Metadata, small: SmallStates) -> dict[str, dict[str, TensorStorageMetadata]]:
+    """The large states in a checkpoint, by parameter and by name of the state. Both names may have dots."""
+    parameters = {name for group in small.groups for name in group.names}
     found: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if key.startswith(STATE) and isinstance(entry, TensorStorageMetadata):
-            name, _, state = key.removeprefix(STATE).rpartition(".")
-            found.setdefault(name, {})[state] = entry
+            both = key.removeprefix(STATE)
+            dots = [place for place, sign in enumerate(both) if sign == "."]
+            dot = next((place for place in dots if both[:place] in parameters), dots[-1])
+            found.setdefault(both[:dot], {})[both[dot + 1 :]] = entry
     return found
 
 
-def targets(model: nn.Module, optimizer: torch.optim.Optimizer, metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Empty tensors for the large states of this rank's parameters, by their key in the checkpoint."""
-    names, saved = names_of(model, optimizer), state_keys(metadata)
-    found = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            for key, entry in saved.get(names[id(p)], {}).items():
-                found[f"{STATE}{names[id(p)]}.{key}"] = _empty(p, entry)
-    return found
+Targets = dict[str, dict[str, torch.Tensor]]  # large states by parameter and by name of the state
+
+
+def targets(model: nn.Module, optimizer: torch.optim.Optimizer, metadata: Metadata, small: SmallStates) -> Targets:
+    """Empty tensors for the large states of this rank's parameters."""
+    names, saved = names_of(model, optimizer), state_keys(metadata, small)
+    return {
+        names[id(p)]: {key: _empty(p, entry) for key, entry in saved.get(names[id(p)], {}).items()}
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+
+
+def by_key(states: Targets) -> dict[str, Any]:
+    """By their key in the checkpoint."""
+    return {f"{STATE}{name}.{key}": tensor for name, of in states.items() for key, tensor in of.items()}
 
 
 def _empty(parameter: torch.Tensor, saved: TensorStorageMetadata) -> torch.Tensor:
@@ -205,28 +290,27 @@ def kept_on_error(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
         raise
 
 
-def saved_options(model: nn.Module, optimizer: torch.optim.Optimizer, small: SmallStates) -> list[dict[str, Any]]:
-    """What was saved for the optimizer's groups: learning rates and the like.
+def saved_options(groups: Sequence[Sequence[str]], small: SmallStates) -> list[dict[str, Any]]:
+    """What was saved for an optimizer's groups, given their parameters on all ranks: learning rates and the like.
 
     Raises CheckpointError where the groups are not those that were saved.
     """
-    names = names_of(model, optimizer)
     by_name = {name: i for i, group in enumerate(small.groups) for name in group.names}
-    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    found = (_saved_group(i, own, by_name, small.groups, len(groups)) for i, own in enumerate(groups))
-    return [copy.deepcopy(group.options) for group in found]
+    found = [_saved_group(i, names, by_name) for i, names in enumerate(groups)]
+    others = [i for i in range(len(small.groups)) if i not in found]
+    if None in found and found.count(None) != len(others):
+        raise CheckpointError(
+            f"group {found.index(None)} of the optimizer's {len(groups)} has no parameters that say which of the "
+            f"checkpoint's {len(small.groups)} groups it continues; make the optimizer with the same parameter groups"
+        )
+    numbers = [others.pop(0) if one is None else one for one in found]
+    return [copy.deepcopy(_without_parameters(small.groups[number].options)) for number in numbers]
 
 
-def restore(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], small: SmallStates
-) -> None:
-    """Give the optimizer's parameters their states. `tensors`: `targets`, filled. The options stay as they are."""
-    names = names_of(model, optimizer)
-    large: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, _, kind = key.removeprefix(STATE).rpartition(".")
-        large.setdefault(name, {})[kind] = tensor
-    groups, states, number = [], {}, 0
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, large: Targets, small: SmallStates) -> None:
+    """Give the optimizer's parameters their states. `large`: `targets`, filled. The options stay as they are."""
+    names, number, groups = names_of(model, optimizer), 0, []
+    states: dict[Any, Any] = {name: unpacked(state) for name, state in (small.shared or {}).items()}
 
     def filled(name: str, parameter: torch.Tensor, value: Any) -> Any:
         if isinstance(value, TensorEntry):
@@ -256,10 +340,8 @@ def _beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _saved_group(
-    i: int, names: Sequence[str], by_name: Mapping[str, int], groups: Sequence[ParameterGroup], n: int
-) -> ParameterGroup:
-    """The saved group that an optimizer's group i of n, with the parameters `names` on this rank, continues."""
+def _saved_group(i: int, names: Sequence[str], by_name: Mapping[str, int]) -> int | None:
+    """The saved group that an optimizer's group `i` with these parameters continues; None where it has none."""
     unknown = [name for name in names if name not in by_name]
     if unknown:
         raise CheckpointError(
@@ -271,8 +353,4 @@ def _saved_group(
             f"group {i} of the optimizer has parameters that were in groups {', '.join(map(str, sorted(found)))} when "
             "the checkpoint was saved; make the optimizer with the same parameter groups"
         )
-    if found:
-        return groups[found.pop()]
-    if n == len(groups):
-        return groups[i]  # no parameter of it is on this rank
-    raise CheckpointError(f"the optimizer has {n} parameter groups, the checkpoint's has {len(groups)}")
+    return found.pop() if found else None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.errors import AutoparError, CheckpointError, first_line
+from autopar.runtime.checkpoints.saving import wait_for_saving
 from autopar.runtime.ranks.faults import leaving
 from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.world import joined
@@ -69,7 +70,12 @@ class Participants:
 
 
 def participants(beginning: str = "") -> Participants:
-    """Collective. `beginning`: the call that all ranks begin with it, if it does not run inside of another."""
+    """Collective. First waits for a save in a thread, which uses the same process group.
+
+    `beginning`: the call that all ranks begin with it, if it does not run inside of another. Raises CheckpointError if
+    the save failed and nobody has seen that.
+    """
+    wait_for_saving()
     world = joined()
     if world is None:
         return Participants(0, 1, None)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from autopar.errors import CheckpointError, first_line
 from autopar.runtime.checkpoints import contents
+from autopar.runtime.checkpoints.packing import unpacked
 
 
 def metadata_of(folder: Path) -> Metadata:
@@ -50,7 +51,7 @@ def training_of(folder: Path) -> contents.Training:
     """Raises CheckpointError."""
     entries: dict[str, Any] = {contents.TRAINING: b""}
     read(folder, entries)
-    found: contents.Training = contents.unpacked(entries[contents.TRAINING])
+    found: contents.Training = unpacked(entries[contents.TRAINING])
     return found
 
 
@@ -58,5 +59,5 @@ def training_of_rank(folder: Path, rank: int) -> contents.RankTraining:
     """Raises CheckpointError."""
     entries: dict[str, Any] = {contents.training_of_rank(rank): b""}
     read(folder, entries)
-    found: contents.RankTraining = contents.unpacked(entries[contents.training_of_rank(rank)])
+    found: contents.RankTraining = unpacked(entries[contents.training_of_rank(rank)])
     return found

@@ -5,17 +5,14 @@
                                                     ├─ the same on all ranks, over a process group of its own
    or a thread     write parts, checksums, manifest ┘
 ```
-One save is under way at a time: the next one, a load, and the end of the process wait for it.
+One save is under way at a time: the next one, a load, and the end of the process wait for it (saving.py).
 """
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
 import shutil
-import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,77 +26,17 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from autopar.errors import AutoparError, CheckpointError, InputError
 from autopar.runtime.checkpoints import contents, optimizer_states
 from autopar.runtime.checkpoints.directories import File, complete, folder_of, partial_of, start
-from autopar.runtime.checkpoints.optimizer_class import class_of, optimizer_fact
+from autopar.runtime.checkpoints.optimizer_class import class_of, optimizer_fact, unwrapped
+from autopar.runtime.checkpoints.packing import holds_parts, packed, unpacked
 from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.random_states import random_states
 from autopar.runtime.checkpoints.reading import alone_warning_off
+from autopar.runtime.checkpoints.saving import Saving, write_in_thread
 from autopar.runtime.ranks.agreement import compare
-from autopar.runtime.ranks.faults.failure import described
-from autopar.runtime.ranks.faults.watcher import lost, watched
+from autopar.runtime.ranks.faults.watcher import watched
 from autopar.runtime.ranks.module import RankedModule
 
 _METADATA = ".metadata"
-
-
-class Saving:
-    """A checkpoint that is being saved, or has been. `path`: where it is once complete."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-        self._thread: threading.Thread | None = None
-        self._error: AutoparError | None = None
-        self._is_seen = False  # by whoever waited
-
-    @property
-    def done(self) -> bool:
-        """Whether saving has ended, well or not."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """The complete checkpoint. Raises CheckpointError if it could not be written."""
-        if self._thread is not None:
-            self._thread.join()
-        self._is_seen = True
-        if self._error is not None:
-            raise self._error
-        return self.path
-
-    @property
-    def unseen_error(self) -> AutoparError | None:
-        """Why it failed, unless `wait` has said so."""
-        return None if self._is_seen else self._error
-
-    def _start(self, writing: _Writing) -> None:
-        def write() -> None:
-            try:
-                writing.write()
-            except AutoparError as error:
-                self._error = error
-            except BaseException as error:  # nobody else would notice
-                self._error = CheckpointError(f"{self.path} cannot be saved: {described(lost(error))}")
-                self._error.__cause__ = error
-
-        self._thread = threading.Thread(target=write, name=f"autopar saves step {self.step}")  # joined at exit
-        self._thread.start()
-
-
-_last: list[Saving] = []  # the asynchronous save that was started last
-
-
-def wait_for_saving() -> None:
-    """Wait until an asynchronous save has ended. Raises CheckpointError if it failed and nobody has seen that."""
-    if _last:
-        saving = _last.pop()
-        if saving._thread is not None:
-            saving._thread.join()
-        if saving.unseen_error is not None:
-            saving.wait()
-
-
-@atexit.register  # after the thread has ended: Python joins threads before
-def _report_failure() -> None:
-    if _last and _last[0].unseen_error is not None:
-        print(f"autopar: {_last[0].unseen_error}", file=sys.stderr)
 
 
 @watched("save")
@@ -130,17 +67,16 @@ def save(
             Before `torch.distributed.destroy_process_group()`, call `wait()`.
 
     Raises: InputError for arguments that do not fit, or differ between ranks; CheckpointError if it cannot be written
-    (asynchronous: by `wait()`, or by the next save or load).
+    (asynchronous: by `wait()`, or by the next save or load), or on ranks, if the first call has yet to read the states
+    of the optimizer that was loaded.
     """
     check_arguments(directory, model, optimizer, extra)
     if not is_step(step):
         raise InputError(f"step must be the number of steps that are done, a whole number of at least 0, got {step!r}")
-    wait_for_saving()
     saving = Saving(folder_of(Path(directory).absolute(), step), step)
     writing = _collected(saving, model, optimizer, dict(extra or {}), asynchronous=asynchronous)
     if asynchronous:
-        saving._start(writing)
-        _last[:] = [saving]
+        write_in_thread(saving, writing.write)
     else:
         writing.write()
     return saving
@@ -198,6 +134,7 @@ def _collected(
         small = None
         if optimizer is not None:
             if isinstance(model, RankedModule):
+                _check_has_states(saving, model, optimizer)
                 model.follow(optimizer)
             tensors, small = optimizer_states.collect(model, optimizer)
             small.kind = class_of(optimizer)
@@ -205,24 +142,53 @@ def _collected(
         if asynchronous:
             copies = contents.own_copies(entries)
             entries.update(copies)
-        return (
-            contents.packed({name: _state_of(value) for name, value in extra.items()}),
-            small,
-            contents.tied_names(model),
-        )
+        states = {name: _state_of(value) for name, value in extra.items()}
+        if team.group is not None:
+            _check_whole(saving, model, extra, states)
+        return packed(states), small, contents.tied_names(model)
 
     found = team.each(failed, collect)
     own, (_, first, _) = found[team.rank], found[0]
     differs = any(one[0] != found[0][0] for one in found)
-    mine = contents.RankTraining(random_states(), contents.unpacked(own[0]) if differs else None)
-    entries[contents.training_of_rank(team.rank)] = contents.packed(mine)
+    mine = contents.RankTraining(random_states(), unpacked(own[0]) if differs else None)
+    entries[contents.training_of_rank(team.rank)] = packed(mine)
+    of_ranks = [one[1] for one in found if one[1] is not None]
+    small = team.done(failed, lambda: None if first is None else first.joined(of_ranks))
     if team.rank == 0:
-        small = None if first is None else first.joined([one[1] for one in found if one[1] is not None])
         ties = contents.joined_ties(one[2] for one in found)
-        all_ranks = contents.Training(saving.step, team.size, small, contents.unpacked(own[0]), differs, ties)
-        entries[contents.TRAINING] = contents.packed(all_ranks)
+        all_ranks = contents.Training(saving.step, team.size, small, unpacked(own[0]), differs, ties)
+        entries[contents.TRAINING] = packed(all_ranks)
     team.first(failed, lambda: start(saving.path))
     return _Writing(saving.path, team, entries)
+
+
+def _check_has_states(saving: Saving, model: RankedModule, optimizer: torch.optim.Optimizer) -> None:
+    if model.still_waits(unwrapped(optimizer)):
+        raise CheckpointError(
+            f"{saving.path} cannot be saved: the optimizer's states come from a checkpoint that was loaded before the "
+            "model's first call, which reads them, and that call has not been made, or has failed; call the model once "
+            "before save, or give parallelize example_args=, so that load reads them at once"
+        )
+
+
+def _check_whole(saving: Saving, model: nn.Module, extra: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for extra values with which another plan could not go on: parts of this rank."""
+    own = {id(p) for p in model.parameters()} if isinstance(model, RankedModule) else set()
+    for name, value in extra.items():
+        refused = f"{saving.path} cannot be saved: extra has {name!r}, of type {type(value).__name__}, "
+        if isinstance(value, torch.optim.Optimizer) and any(
+            id(p) in own for group in value.param_groups for p in group["params"]
+        ):
+            raise CheckpointError(
+                f"{refused}an optimizer of the model's parameters, which are spread over ranks, and a checkpoint takes "
+                f"one optimizer: save it to a directory of its own, autopar.save(another_directory, model, {name}, "
+                "step=...), and load both directories"
+            )
+        if holds_parts(states[name]):
+            raise CheckpointError(
+                f"{refused}with DTensors, of which each rank has a part: no other plan could go on with them; give "
+                "whole tensors (tensor.full_tensor())"
+            )
 
 
 def _state_of(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.module_state import named_tensors
 from autopar.errors import InputError
 from autopar.runtime.checkpoints.participants import Participants, participants
-from autopar.runtime.checkpoints.save import wait_for_saving
+from autopar.runtime.checkpoints.saving import wait_for_saving
 from autopar.runtime.initial_values.missing_values import give_memory, is_hollow, make_hollow, tensors_without_values
 from autopar.runtime.initial_values.sources import FirstRankSource, FunctionSource, InitFunction, Source, source_at
 

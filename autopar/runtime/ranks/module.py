@@ -138,9 +138,18 @@ class RankedModule(PipelinedModule):
         """Give an optimizer from before the placing this rank's parameters. Raises InputError if it has made steps."""
         self._on_rank.parameters.adopt(optimizer)
 
-    def when_placed(self, do: Callable[[], None]) -> None:
-        """Call `do` on every rank as soon as the parameters are placed."""
-        self._on_rank.after_placing.append(do)
+    def when_placed(self, do: Callable[[], None], *, of: object = None) -> None:
+        """Call `do` on every rank, now or once parameters are placed. It replaces what waits for the object `of`."""
+        waiting, key = self._on_rank.after_placing, id(do if of is None else of)
+        if self.placed:
+            do()
+            waiting.pop(key, None)
+        else:
+            waiting[key] = do
+
+    def still_waits(self, of: object) -> bool:
+        """Whether what `when_placed` was given for the object `of` has not been called, or has failed."""
+        return id(of) in self._on_rank.after_placing
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RankedModule:
         """As `to()` and `double()` call it. Before and after it, values that are assigned to `.data` can be noticed;

@@ -88,7 +88,7 @@ class RankSignatures(Signatures):
         self._captures = RankCaptures(world, self.parameters, model, devices, settings, self.warnings)
         self._captures.state.without_attributes()  # frameworks keep some on one rank only, and ranks their own buffers
         self.to_be_filled: frozenset[str] = frozenset()  # tensors that have no values before they are placed
-        self.after_placing: list[Callable[[], None]] = []  # what waits for that
+        self.after_placing: dict[int, Callable[[], None]] = {}  # what waits for that, by id of what it fills
         self.compares = True  # with the first plan, whether all ranks have the same program and weights
         self.agreed_split = 0  # of the call that runs: `known_split` of all ranks, if they have the same
         self._world = world
@@ -100,8 +100,9 @@ class RankSignatures(Signatures):
             bound = super().bind(call)
         with torch.inference_mode(False):
             while self.parameters.placed and self.after_placing:
-                self.after_placing[0]()
-                self.after_placing.pop(0)  # unless it failed: a later call must not go on without it
+                first = next(iter(self.after_placing))
+                self.after_placing[first]()
+                del self.after_placing[first]  # unless it failed: a later call must not go on without it
         return bound
 
     def state(self) -> State:

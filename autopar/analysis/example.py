@@ -17,7 +17,8 @@ from autopar.analysis.batch_tail import studied
 from autopar.analysis.batching import Batching
 from autopar.analysis.buffer_writes import written_buffer
 from autopar.analysis.few_collections import few_collections
-from autopar.analysis.loss import LossSplit, study_loss
+from autopar.analysis.loss import study_loss
+from autopar.analysis.loss_split import LossSplit
 from autopar.analysis.loss_tensors import generators_in, gradients_aside, trained_tensors
 from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sample_states import IGNORES, NUMBERS, SELECTS

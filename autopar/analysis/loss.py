@@ -22,7 +22,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -43,7 +43,8 @@ from autopar.analysis.loss_example import (
 )
 from autopar.analysis.loss_functions import check_arguments, title_of
 from autopar.analysis.loss_objects import refers_to_objects, restored
-from autopar.analysis.loss_weights import Weights, shares_of
+from autopar.analysis.loss_sizes import resized, same_result, takes_every_size
+from autopar.analysis.loss_split import LossSplit
 from autopar.analysis.operators import is_random
 from autopar.analysis.rules.table import rule_name
 from autopar.analysis.sample_states import Mean, Mixed, Split, State, Sum, Unbatched, Unproven
@@ -60,54 +61,6 @@ log = logging.getLogger(__name__)
 
 _MOST_EXCLUDED = 2  # target tensors that have the batch's size by chance and yet belong to no sample
 _TARGET, _OUTPUT = "target", "output"
-
-
-@dataclass(frozen=True)
-class LossSplit:
-    """How the losses of micro-batches make the loss of the batch."""
-
-    combine: str  # "mean" (weighted by samples, or by `count`), "sum", or "whole": the loss sees the whole batch
-    target_dims: tuple[int | None, ...] = ()  # of every flat target leaf: the dimension that counts samples, or None
-    count: Count | None = None
-    why: str = ""  # for "whole": what keeps the loss from being split, with the operator and its source line
-    counts_calls: bool = False  # it changes a number or a buffer of its own, which it does once for every batch
-    error: str = field(default="", compare=False)  # that the loss raised while it was studied
-    failure: Exception | None = field(default=None, compare=False)  # the same, if the user's own code raised it
-    digest: str = field(default="", compare=False)  # of what the loss computes (`loss_digest`)
-
-    def weights(
-        self, sizes: Sequence[int], inputs: Sequence[Sequence[Any]], targets: Sequence[Sequence[Any]]
-    ) -> Weights:
-        """The weight of every micro-batch's loss. A weight of 0 means that the micro-batch has nothing to average.
-
-        Counts of targets on a GPU are tensors there: to read them, the host would have to wait for the GPU.
-
-        Args:
-            sizes: samples of each micro-batch. inputs, targets: flat leaves of each micro-batch.
-        """
-        if self.combine == "sum":
-            return (1.0,) * len(sizes)
-        if self.count is None:
-            return tuple(size / sum(sizes) for size in sizes)
-        counts = [self.count.of(own, target) for own, target in zip(inputs, targets, strict=True)]
-        # Nothing to average in the whole batch is 0 / 0 in the plain model, too. The micro-batches keep that.
-        return shares_of(counts)
-
-    def whole_batch_needed(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
-        """Why the loss of a call must see the whole batch; "" where it need not. The weights of micro-batches count as
-        constants, so that a loss has no weight that depends on a flat input or target that requires a gradient."""
-        if self.combine == "whole":
-            return self.why or "its operators cannot be followed"
-        for where, index in self.count.leaves if self.count is not None else ():
-            leaf = (targets if where == "target" else inputs)[index]
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                return f"it divides by what {where} {index} adds up to, and that requires a gradient"
-        return ""
-
-    @property
-    def guards_gradients(self) -> bool:
-        """Whether the gradient of a micro-batch that has nothing to average must be replaced by zeros."""
-        return self.count is not None and not self.count.keeps_zeros
 
 
 def study_loss(
@@ -219,13 +172,13 @@ class _LossStudy:
                 "it fails" if failure is not None else "it cannot be captured as a graph", failure or error
             )
         try:
-            return self._counting(f"it changes '{changed}'") if changed else self._follow(loss, sorted(leaves))
+            return self._counting(f"it changes '{changed}'") if changed else self._follow(loss, leaves)
         finally:
             for node in loss.graph.nodes:
                 node.meta.clear()  # the tracer's tensors: nodes may outlive the graph
 
-    def _follow(self, loss: Program, keys: Sequence[str]) -> LossSplit:
-        """Carry the proof through the captured loss."""
+    def _follow(self, loss: Program, leaves: Mapping[str, Any]) -> LossSplit:
+        """Carry the proof through the captured loss. `leaves`: the example that it was captured on."""
         has_samples = any(place.batch_dim is not None for place in loss.inputs)  # not so for a loss of the model's own
         own = sorted(path.rpartition(".")[2] for path in loss.live)
         written = written_buffer(loss)
@@ -235,6 +188,8 @@ class _LossStudy:
             return self._whole(
                 "it is made for one batch size, or reads tensors of the batch from outside its arguments"
             )
+        if has_samples and not takes_every_size(loss, leaves, self._model.batch_size):
+            return self._whole("it is made for some batch sizes only")
         if loss.n_outputs != 1:
             raise InputError(
                 f"{title_of(self._module.loss_fn)} must return one tensor with one element, got {loss.n_outputs} "
@@ -247,13 +202,24 @@ class _LossStudy:
             return self._whole("it has hooks, which may do anything")
         if any(is_random(n, loss.graph_module) for n in loss.graph.nodes):
             return self._whole("it draws random numbers")
-        states = {n: self._state(n, path) for n, path in zip(placeholders, keys, strict=True)}
+        states = {n: self._state(n, path) for n, path in zip(placeholders, sorted(leaves), strict=True)}
         walk = propagate(loss, states)
         if walk is None:
             return self._whole("it is made for some batch sizes only")
         result = next(iter(loss.graph.output_node().args[0]))  # type: ignore[arg-type]
         state = walk.states[result] if isinstance(result, fx.Node) else Unbatched()
-        return self._split(loss, state)
+        split = self._split(loss, state)
+        if split.combine != "whole" and has_samples and not self._treats_one_sample_alike(loss, leaves):
+            return self._whole("it treats one sample by other code")
+        return split
+
+    def _treats_one_sample_alike(self, loss: Program, leaves: Mapping[str, Any]) -> bool:
+        """What the tracer takes for granted: it knows no batches of one sample."""
+        if self._without_values:
+            return True
+        one = resized(loss, leaves, 1)
+        with restored(self._module.loss_fn), torch_generators_restored(), neutral_state(self._device_types()):
+            return same_result(lambda: self._module(**one), lambda: loss.graph_module(*one.values())[0])
 
     def _failure(self, leaves: Mapping[str, Any]) -> Exception | None:
         """What a function raises where it is called on an example. Objects may count their calls."""

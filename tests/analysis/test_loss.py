@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar import InputError
 from autopar.analysis.checked_loss import checked_loss
 from autopar.analysis.example import Example, capture_example
-from autopar.analysis.loss import LossSplit, study_loss
+from autopar.analysis.loss import study_loss
+from autopar.analysis.loss_split import LossSplit
 from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from autopar.analysis.example import LossFunction
-from autopar.analysis.loss import LossSplit
 from autopar.analysis.loss_functions import name_of, title_of
+from autopar.analysis.loss_split import LossSplit
 from autopar.capture.module_state import named_tensors
 from autopar.capture.program import flattened
 from autopar.errors import InputError, PlanError

@@ -20,7 +20,7 @@ from torch import nn
 from autopar.analysis.batch_tail import studied_again
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import LossFunction, capture_symbolic, examine, ordinary, study_call
-from autopar.analysis.loss import LossSplit
+from autopar.analysis.loss_split import LossSplit
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Asking
 from autopar.capture.call_answers import CallState

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.example import END_OF_MODEL, Example, LossFunction, has_backward, ordinary, under_default_device
-from autopar.analysis.loss import LossSplit
+from autopar.analysis.loss_split import LossSplit
 from autopar.analysis.own_loss import check_own_loss, own_loss
 from autopar.capture.program import Program
 from autopar.errors import InputError, PlanError, each_warning_once

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from autopar.analysis.batching import Batching
-from autopar.analysis.loss import LossSplit, study_loss
+from autopar.analysis.loss import study_loss
+from autopar.analysis.loss_split import LossSplit
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.options import BatchDim

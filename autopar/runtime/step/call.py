@@ -16,7 +16,7 @@ import torch
 
 from autopar.analysis.batch_proof import OutputCombination
 from autopar.analysis.example import LossFunction
-from autopar.analysis.loss import LossSplit
+from autopar.analysis.loss_split import LossSplit
 from autopar.analysis.loss_weights import Weights, is_nothing, weighted
 from autopar.capture import torch_private
 from autopar.capture.program import Program

@@ -63,6 +63,7 @@ class ModelTables:
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
+        self._is_whole = False  # inside `whole()`
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -82,16 +83,28 @@ class ModelTables:
                         self._entries.append(entry)
         _show((entry, entry.after) for entry in self._entries)
 
+    def drop(self, built: int) -> list[str]:
+        """From now on this rank does not have a tensor, by the id of the one that the model was built with. Returns its
+        names."""
+        dropped = [entry for entry in self._entries if id(entry.built) == built]
+        for entry in dropped:
+            entry.after = None
+        _show((entry, None) for entry in dropped if not self._is_whole)
+        return [entry.path for entry in dropped]
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the model has all the tensors that it was built with, those that were placed without values."""
+        had = {id(entry) for entry in self._entries if entry.after is not None}
         shown = [(entry, entry.table.get(entry.name)) for entry in self._entries]  # also what `follow` has not seen yet
         _show((entry, entry.before) for entry in self._entries)
         self._order({id(entry.table) for entry, value in shown if value is None})
+        self._is_whole = True
         try:
             yield
         finally:
-            _show(shown)
+            self._is_whole = False
+            _show((e, None if e.after is None and id(e) in had else value) for e, value in shown)
             _show((entry, entry.after) for entry in self._entries[len(shown) :])  # placed inside
 
     def _order(self, tables: Collection[int]) -> None:

@@ -40,6 +40,7 @@ from autopar.runtime.ranks.gradients.gathered import GatheredValues
 from autopar.runtime.ranks.parameters.borrowed_buffers import Borrowed, borrowed_buffers
 from autopar.runtime.ranks.parameters.frozen_parameters import FrozenParameters
 from autopar.runtime.ranks.parameters.holders import Holding, StageGrid, holdings
+from autopar.runtime.ranks.parameters.later_buffers import LaterBuffers
 from autopar.runtime.ranks.parameters.later_reads import check_held, newly_read
 from autopar.runtime.ranks.parameters.meshes import StageMeshes
 from autopar.runtime.ranks.parameters.model_changes import ModelChanges
@@ -78,6 +79,7 @@ class RankParameters:
         self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
         self._holdings: dict[int, dict[int, Holding]] = {}
         self._everywhere: set[int] = set()  # ids of parameters that no stage of the first call reads
+        self._later_buffers = LaterBuffers()
         self._gathered = GatheredValues(world.carrier)
         self.buckets: tuple[Bucket, ...] = ()  # of parameters that other ranks read, too
         self.parameters: dict[int, nn.Parameter] = {}  # by id: read by stages of this rank, or shared by all ranks
@@ -128,7 +130,8 @@ class RankParameters:
             StepAgreement(self._world, names, self._holdings, own),
         )
         self._tables.place(self._model, self._new)
-        PartGuard(self._tables.lacking).put_on(self._model)
+        self._guard = PartGuard(self._tables.lacking)
+        self._guard.put_on(self._model)
         self._watch.placed(self)
 
     def _kept(self, tensor: torch.Tensor, stages: Sequence[StageGrid]) -> torch.Tensor | None:
@@ -213,11 +216,15 @@ class RankParameters:
         return new
 
     def read_later(self, lowered: Lowered, stages: Sequence[StageGrid], whole: Mapping[str, torch.Tensor]) -> None:
-        """Prepare the parameters that the stages of a later call read. Collective.
+        """Prepare what the stages of a later call read, and give up buffers that it writes elsewhere. Collective.
 
         `whole`: the tensors of the original model, by name. Raises PlanError on all ranks if a rank does not have a
         piece that it needs.
         """
+        for key, ranks in self._later_buffers.settle(lowered, stages, whole, self._holdings).items():
+            if self._world.rank not in ranks:
+                self._new[key] = None
+                self._guard.lacks(self._tables.drop(key))
         check_held(lowered, stages, whole, self._holdings, self._everywhere)
         found = newly_read(lowered, stages, whole, self._holdings, self._everywhere, self._world.size)
         if not found:

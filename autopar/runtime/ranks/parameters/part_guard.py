@@ -13,7 +13,7 @@ torch.func.functional_call does), the model runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ class PartGuard:
     def __init__(self, lacking: tuple[str, ...]) -> None:
         """`lacking`: the names of parameters and buffers that other ranks have."""
         self._lacking = lacking
+
+    def lacks(self, names: Iterable[str]) -> None:
+        """From now on other ranks alone have these, too."""
+        self._lacking += tuple(names)
 
     def put_on(self, model: nn.Module) -> None:
         """The user's hooks stay in their order: the guard goes before them, and does nothing for `pm`."""

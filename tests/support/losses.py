@@ -115,6 +115,12 @@ WHOLE = [
     Case("a size as a number", lambda o, t: (o - t).abs().sum() / len(o), lambda b: torch.randn(b, CLASSES)),
     Case("dropout", lambda o, t: F.mse_loss(F.dropout(o), t), lambda b: torch.randn(b, CLASSES)),
     Case("clamped count", lambda o, t: (o.mean(1) * t).sum() / t.sum().clamp(min=1), lambda b: torch.rand(b).round()),
+    # The tracer's own number of samples, five, would show none of these.
+    Case("first six", lambda o, t: F.mse_loss(o[:6], t[:6]), lambda b: torch.randn(b, CLASSES)),
+    Case("first of two parts", lambda o, t: (o - t).split(6)[0].square().sum(), lambda b: torch.randn(b, CLASSES)),
+    Case("many", lambda o, t: F.mse_loss(o, t) * (2 if len(o) > 100 else 1), lambda b: torch.randn(b, CLASSES)),
+    Case("few", lambda o, t: F.mse_loss(o, t) * (2 if len(o) < 4 else 1), lambda b: torch.randn(b, CLASSES)),
+    Case("one", lambda o, t: F.mse_loss(o, t) * (2 if len(o) == 1 else 1), lambda b: torch.randn(b, CLASSES)),
 ]
 
 

@@ -92,6 +92,7 @@ SPLIT = [
         lambda o, t: ((o - t[0]) ** 2 * t[1]).mean(),
         lambda b: (torch.randn(b, 8), WEIGHTS),
     ),
+    Case("a size as a number", lambda o, t: (o - t).abs().sum() / len(o), lambda b: torch.randn(b, CLASSES)),
 ]
 
 
@@ -112,7 +113,6 @@ WHOLE = [
     Case("root", lambda o, t: F.mse_loss(o, t).sqrt(), lambda b: torch.randn(b, CLASSES)),
     Case("contrast", lambda o, t: F.cross_entropy(o @ o.T, torch.arange(len(o))), lambda b: None),
     Case("labels from outside", lambda o, t: F.cross_entropy(o, LABELS), lambda b: None),
-    Case("a size as a number", lambda o, t: (o - t).abs().sum() / len(o), lambda b: torch.randn(b, CLASSES)),
     Case("dropout", lambda o, t: F.mse_loss(F.dropout(o), t), lambda b: torch.randn(b, CLASSES)),
     Case("clamped count", lambda o, t: (o.mean(1) * t).sum() / t.sum().clamp(min=1), lambda b: torch.rand(b).round()),
     # The tracer's own number of samples, five, would show none of these.

@@ -40,6 +40,7 @@ _ACTIONS_SIMULATED = 600_000
 _MICROBATCHES, _USUAL = 4, 8  # micro-batches for each mesh, and its devices, where the search starts
 _FIRST_TOLERANCE = 0.01  # share of the objective that a large search first leaves unproven
 _TRIES = 3  # numbers of micro-batches in a row that need not gain on many devices, whose meshes change with them
+_ROOM = 1.25  # times the memory: what meshes of another shape may need less than those that are looked at first
 _LOOKED_CLOSER_AT = 3  # plans of a large search, the fastest
 _FEW_CUTS = 150  # up to which a large search looks at meshes for every number of micro-batches
 
@@ -195,8 +196,8 @@ class SearchingAhead(Searching):
         return [some for some in (used, rest) if some]
 
     def _promising(self, m: int, widths: Sequence[int], known: Sequence[Candidate], tolerance: float) -> bool:
-        """Whether there is anything promising on the fastest candidate's meshes, had their devices all the memory in
-        the world. Unless there is, a large search looks at no others for `m` micro-batches."""
+        """Whether there is anything promising on the fastest candidate's meshes. Unless there is, a large search looks
+        at no others for `m` micro-batches."""
         if self.all_shapes or self._many or len(self.pools) > 1 or not known:
             return True
         best = _fastest(known)
@@ -210,7 +211,7 @@ class SearchingAhead(Searching):
         tried = sorted(self._of_one_width(m, alone), key=lambda config: config.schedule != schedule)
         cutoffs = {config: self._cutoff(config, self._found) for config in tried}
         for config, cutoff in cutoffs.items():
-            problem, exactly = self.problem_of(config).with_room(), config.chunks > 1
+            problem, exactly = self.problem_of(config).with_room(_ROOM), config.chunks > 1
             if solve(problem, self.counts_of(config), cutoff=cutoff, tolerance=tolerance, exactly=exactly) is not None:
                 return True
         self.bounds |= {config: cutoff * (1 - tolerance) for config, cutoff in cutoffs.items()}

@@ -14,7 +14,6 @@ On a line of atoms the cuts are its prefixes and a stage is an interval.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -171,9 +170,9 @@ class Problem:
         """Replicas of all stages together, at most."""
         return sum(count // own[0] for count, own in zip(counts, self.widths(counts), strict=True) if own)
 
-    def with_room(self) -> Problem:
-        """The problem on devices of unlimited memory."""
-        return replace(self, kinds=tuple(replace(kind, memory=math.inf) for kind in self.kinds))
+    def with_room(self, times: float) -> Problem:
+        """The problem on devices of so many times the memory."""
+        return replace(self, kinds=tuple(replace(kind, memory=times * kind.memory) for kind in self.kinds))
 
     def only(self, kinds: Collection[int]) -> Problem:
         """The problem with some of its kinds, and the first of each pool that none of them is of."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.analysis.operators import bases, compute_nodes, nested_block, operator_name, writes, written_arguments
+from autopar.analysis.operators import (
+    KEEP_STATISTICS,
+    bases,
+    compute_nodes,
+    nested_block,
+    operator_name,
+    writes,
+    written_arguments,
+)
 from autopar.capture.cleanup import aten
 from autopar.capture.node_names import describe
 from autopar.capture.program import Program
 from autopar.capture.uncaptured import uncaptured, uncaptured_in
-
-_NORMS = ("batch_norm", "instance_norm")
 
 
 def written_buffer(program: Program) -> str:
@@ -45,7 +51,7 @@ def unrepeatable_nodes(graph: fx.Graph) -> list[fx.Node]:
             readers.setdefault(str(node.target), set()).update(node.users)
     unrepeatable = []
     for node in compute_nodes(graph):
-        of_others = (written for operator, written in writes(node) if operator_name(operator) not in _NORMS)
+        of_others = (written for operator, written in writes(node) if operator_name(operator) not in KEEP_STATISTICS)
         written = dict.fromkeys(a for a in of_others if a.op == "get_attr")
         opaque = uncaptured(node)
         own = opaque is not None and (opaque.effects.stateful or written)

@@ -43,7 +43,7 @@ from autopar.analysis.loss_example import (
 )
 from autopar.analysis.loss_functions import check_arguments, title_of
 from autopar.analysis.loss_objects import refers_to_objects, restored
-from autopar.analysis.loss_sizes import resized, same_result, takes_every_size
+from autopar.analysis.loss_sizes import takes_every_size, treats_one_sample_alike
 from autopar.analysis.loss_split import LossSplit
 from autopar.analysis.operators import is_random
 from autopar.analysis.rules.table import rule_name
@@ -188,8 +188,6 @@ class _LossStudy:
             return self._whole(
                 "it is made for one batch size, or reads tensors of the batch from outside its arguments"
             )
-        if has_samples and not takes_every_size(loss, leaves, self._model.batch_size):
-            return self._whole("it is made for some batch sizes only")
         if loss.n_outputs != 1:
             raise InputError(
                 f"{title_of(self._module.loss_fn)} must return one tensor with one element, got {loss.n_outputs} "
@@ -209,17 +207,19 @@ class _LossStudy:
         result = next(iter(loss.graph.output_node().args[0]))  # type: ignore[arg-type]
         state = walk.states[result] if isinstance(result, fx.Node) else Unbatched()
         split = self._split(loss, state)
-        if split.combine != "whole" and has_samples and not self._treats_one_sample_alike(loss, leaves):
-            return self._whole("it treats one sample by other code")
+        if split.combine != "whole" and has_samples:
+            if not takes_every_size(loss, leaves, self._model.batch_size):
+                return self._whole("it is made for some batch sizes only")
+            if not self._treats_one_sample_alike(loss, leaves):
+                return self._whole("with one sample it computes something else")
         return split
 
     def _treats_one_sample_alike(self, loss: Program, leaves: Mapping[str, Any]) -> bool:
-        """What the tracer takes for granted: it knows no batches of one sample."""
         if self._without_values:
             return True
-        one = resized(loss, leaves, 1)
+        outputs = {key for key in leaves if key[0] == _OUTPUT[0]}
         with restored(self._module.loss_fn), torch_generators_restored(), neutral_state(self._device_types()):
-            return same_result(lambda: self._module(**one), lambda: loss.graph_module(*one.values())[0])
+            return treats_one_sample_alike(loss, leaves, outputs, self._module)
 
     def _failure(self, leaves: Mapping[str, Any]) -> Exception | None:
         """What a function raises where it is called on an example. Objects may count their calls."""

@@ -7,7 +7,8 @@ the sizes that it is right for, except for one sample, which it leaves out of ac
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,27 +30,54 @@ def takes_every_size(loss: Program, leaves: Mapping[str, Any], batch_size: int) 
 
 
 def resized(loss: Program, leaves: Mapping[str, Any], samples: int, *, without_values: bool = False) -> dict[str, Any]:
-    """The inputs of a captured loss with another number of samples; with values, at most those that there are."""
+    """New inputs of a captured loss with another number of samples; with values, at most those that there are."""
 
     def of(value: Any, dim: int | None) -> Any:
-        if dim is None or not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             return value
+        if dim is None:
+            return value.detach().clone()
         size = value.shape[dim] // loss.batch_size * samples
         if without_values:
             return value.new_empty((*value.shape[:dim], size, *value.shape[dim + 1 :]), device="meta")
-        return value.detach().narrow(dim, 0, size)
+        return value.detach().narrow(dim, 0, size).clone()
 
     return {key: of(leaves[key], at.batch_dim) for key, at in zip(sorted(leaves), loss.inputs, strict=True)}
 
 
+def treats_one_sample_alike(
+    loss: Program, leaves: Mapping[str, Any], outputs: Collection[str], call: Callable[..., Any]
+) -> bool:
+    """Whether `call`, the loss itself, computes of one sample what its graph does: the tracer knows no such batches.
+
+    `outputs`: the names of the model's outputs among the leaves, whose values are made up.
+    """
+    for low, high in _MADE_UP:
+        found, wanted = (
+            {key: _spread(value, low, high) if key in outputs else value for key, value in inputs.items()}
+            for inputs in (resized(loss, leaves, 1), resized(loss, leaves, 1))  # code may write into them
+        )
+        if not _same(partial(call, **found), partial(loss.graph_module, *wanted.values())):
+            return False
+    return True
+
+
+_MADE_UP = (0.1, 0.9), (-1.7, 1.3)  # ranges of outputs: probabilities, and any numbers
+
+
+def _spread(like: Any, low: float, high: float) -> Any:
+    if not isinstance(like, torch.Tensor) or not like.is_floating_point():
+        return like
+    return torch.linspace(low, high, like.numel(), dtype=like.dtype, device=like.device).view(like.shape)
+
+
 @torch.no_grad()
-def same_result(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
-    """Whether two losses give the same number. A call that fails counts as one that does: it fails again where it is
-    used, and is seen there."""
+def _same(loss: Callable[[], Any], graph: Callable[[], Any]) -> bool:
+    """Whether both give the same number. If they cannot be compared, they count as equal: what is wrong with the loss
+    shows where it is used."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found, wanted = one(), other()
+            return torch.allclose(loss(), graph()[0], rtol=1e-3, atol=1e-6, equal_nan=True)
     except Exception:  # the user's code may raise anything
         return True
-    return torch.allclose(found, wanted, rtol=1e-3, atol=1e-6, equal_nan=True)

@@ -40,6 +40,7 @@ _FACTORS = {
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), slice(0, 2)),
     **dict.fromkeys(("addmm", "addbmm", "baddbmm"), slice(1, 3)),
 }
+KEEP_STATISTICS = ("batch_norm", "instance_norm")  # running ones, which nothing else reads in training
 _RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
 
 
@@ -106,7 +107,7 @@ def _written_arguments(node: fx.Node) -> list[fx.Node]:
         value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
         written += [n for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)]
     # These write running statistics in training, which their schemas do not declare.
-    if operator_name(node) in ("batch_norm", "instance_norm") and node.args[5]:
+    if operator_name(node) in KEEP_STATISTICS and node.args[5]:
         written += [n for n in node.args[3:5] if isinstance(n, fx.Node)]
     return written
 

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.analysis.operators import nested_block, written_arguments
+from autopar.analysis.operators import KEEP_STATISTICS, nested_block, written_arguments
 from autopar.analysis.rules.calls import OperatorCall, shape_of, size_of
 from autopar.analysis.rules.notation import IndexKind, Rule, Size
 from autopar.analysis.rules.table import bind, rule_name
@@ -106,7 +106,7 @@ class Walk:
     def _is_statistic(self, node: fx.Node, written: fx.Node) -> bool:
         """Whether `node` is a batch norm that updates its running statistic `written`, a buffer."""
         in_buffers = all(isinstance(owner, str) for owner in self.memory.owners[written])
-        return rule_name(node) in ("batch_norm", "instance_norm") and in_buffers
+        return rule_name(node) in KEEP_STATISTICS and in_buffers
 
     def _size(self, size: Size) -> Size:
         return size.xreplace(self._to_batch) if isinstance(size, sympy.Basic) else size

@@ -32,4 +32,4 @@ def _operators(node: fx.Node) -> int:
 def _advice(node: fx.Node) -> str:
     if node.target is call_with_autocast:
         return "Run the pipelined module under torch.autocast instead of a part of its forward"
-    return "Parameters that are not trained (requires_grad_(False)) need no block under no_grad"
+    return "Take out of it what needs no such block; to freeze parameters, requires_grad_(False) is enough"

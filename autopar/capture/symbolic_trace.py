@@ -30,7 +30,7 @@ from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.errors import CaptureError
 from cost_models.graphs import storage_key
 
-TORCH_FILES = os.path.dirname(inspect.getfile(torch)) + os.sep
+_TORCH_FILES = os.path.dirname(inspect.getfile(torch)) + os.sep
 _LOST = "which torch.fx.symbolic_trace would lose"
 
 
@@ -53,8 +53,11 @@ def symbolically_traced(
     with _Unseen(model):
         graph = tracer.trace(model, concrete_args=constants)
     for place in held.assigned():
-        raise CaptureError(f"forward assigns to buffer '{place.path}', which torch.fx.symbolic_trace would lose")
+        raise CaptureError(f"forward assigns to buffer '{place.path}', {_LOST}")
     module = fx.GraphModule(model, graph)
+    for node in graph.nodes:
+        frames = re.split(r"\n(?=  File )", node.meta.get("stack_trace") or "")
+        node.meta["stack_trace"] = "\n".join(frame for frame in frames if f'File "{_TORCH_FILES}' not in frame)
     _refuse_lost_writes(module)
     module.graph.set_codegen(fx.graph.CodeGen())
     for node in module.graph.find_nodes(op="placeholder"):
@@ -69,9 +72,6 @@ def symbolically_traced(
     _order_placeholders(module.graph, [*itertools.islice(names, len(args)), *kwargs])
     flat, out_spec = torch_private.tree_flatten(tracer.returned)
     graph.output_node().args = (tuple(map(tracer.create_arg, flat)),)
-    for node in graph.nodes:
-        frames = re.split(r"\n(?=  File )", node.meta.get("stack_trace") or "")
-        node.meta["stack_trace"] = "\n".join(frame for frame in frames if f'File "{TORCH_FILES}' not in frame)
     return module, out_spec
 
 
@@ -152,8 +152,9 @@ def _modes() -> tuple[Any, ...]:
 
 
 _VIEWS = frozenset(
-    {"view", "reshape", "t", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "select"}
-    | {"narrow", "detach", "chunk", "split", "unbind", "getitem", "getattr", "diagonal", "swapaxes", "movedim", "T"}
+    {"view", "view_as", "reshape", "t", "T", "mT", "transpose", "permute", "flatten", "unflatten", "ravel", "squeeze"}
+    | {"unsqueeze", "expand", "expand_as", "select", "narrow", "detach", "chunk", "split", "tensor_split", "unbind"}
+    | {"hsplit", "unfold", "getitem", "getattr", "diagonal", "swapaxes", "swapdims", "movedim", "real", "imag"}
 )
 
 
@@ -166,8 +167,10 @@ def _refuse_lost_writes(module: fx.GraphModule) -> None:
         if not _writes(node, module):
             continue
         first = node.all_input_nodes[0]
-        own = first.op in ("get_attr", "placeholder") or _name(first) in _VIEWS or "out" in node.kwargs
-        if own or not node.users or any(order[user] > order[node] for user in first.users):
+        own = first.op in ("get_attr", "placeholder") or _name(first) in _VIEWS
+        # Later rooms know writes of methods and modules, not those of functions.
+        unknown = node.op == "call_function"
+        if own or unknown or not node.users or any(order[user] > order[node] for user in first.users):
             raise CaptureError(f"{describe(node)} writes in place, {_LOST}")
 
 

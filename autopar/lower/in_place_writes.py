@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.analysis.operators import operator_name, written_arguments
-
-_STATISTICS = ("batch_norm", "instance_norm")  # they write their running statistics, which nothing else reads
+from autopar.analysis.operators import KEEP_STATISTICS, operator_name, written_arguments
 
 
 def without_writes(graph: fx.Graph, storages: Mapping[str, frozenset[int]]) -> set[fx.Node]:
@@ -24,7 +22,7 @@ def without_writes(graph: fx.Graph, storages: Mapping[str, frozenset[int]]) -> s
     `storages`: keys of the memory of every value, by name.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
-    writers = [n for n in order if operator_name_of(n) not in _STATISTICS and written_arguments(n)]
+    writers = [n for n in order if operator_name_of(n) not in KEEP_STATISTICS and written_arguments(n)]
     kept: set[fx.Node] = set()
     for group in _by_memory(writers, storages):
         memory = frozenset().union(*(_memory(w, storages) for w in group))

@@ -208,7 +208,8 @@ class SearchingAhead(Searching):
         alone = sorted({math.prod(shape) for shape in shapes})
         self.add_meshes(m, alone, only=shapes)
         schedule = self.searched_as(best.config.schedule)
-        tried = sorted(self._of_one_width(m, alone), key=lambda config: config.schedule != schedule)
+        configs = filter(self.has_kinds, self._of_one_width(m, alone))
+        tried = sorted(configs, key=lambda config: config.schedule != schedule)
         cutoffs = {config: self._cutoff(config, self._found) for config in tried}
         for config, cutoff in cutoffs.items():
             problem, exactly = self.problem_of(config).with_room(_ROOM), config.chunks > 1

@@ -123,7 +123,7 @@ def load(
                 group.update(saved)
             _load_states(model, optimizer, found)
         load_model = partial(_read_now, found, failed, partial(_load_model, folder, model))
-        if isinstance(model, RankedModule) and model.lacks_values:
+        if isinstance(model, RankedModule) and (model.lacks_values or model.still_waits(model)):
             model.when_placed(load_model, of=model)
         else:
             load_model()

@@ -131,10 +131,11 @@ def _collected(
                     "parallelize(model, init_fn=) returned"
                 )
         entries.update(of_model)
+        if isinstance(model, RankedModule):
+            _check_has_values(saving, model, optimizer)
         small = None
         if optimizer is not None:
             if isinstance(model, RankedModule):
-                _check_has_states(saving, model, optimizer)
                 model.follow(optimizer)
             tensors, small = optimizer_states.collect(model, optimizer)
             small.kind = class_of(optimizer)
@@ -162,12 +163,14 @@ def _collected(
     return _Writing(saving.path, team, entries)
 
 
-def _check_has_states(saving: Saving, model: RankedModule, optimizer: torch.optim.Optimizer) -> None:
-    if model.still_waits(unwrapped(optimizer)):
+def _check_has_values(saving: Saving, model: RankedModule, optimizer: torch.optim.Optimizer | None) -> None:
+    states = optimizer is not None and model.still_waits(unwrapped(optimizer))
+    if states or model.still_waits(model):
         raise CheckpointError(
-            f"{saving.path} cannot be saved: the optimizer's states come from a checkpoint that was loaded before the "
-            "model's first call, which reads them, and that call has not been made, or has failed; call the model once "
-            "before save, or give parallelize example_args=, so that load reads them at once"
+            f"{saving.path} cannot be saved: the {'optimizer' if states else 'model'}'s "
+            f"{'states' if states else 'values'} come from a checkpoint that was loaded before the model's first call, "
+            "which reads them, and that call has not been made, or has failed; call the model once before save, or "
+            "give parallelize example_args=, so that load reads them at once"
         )
 
 

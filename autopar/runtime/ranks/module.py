@@ -139,7 +139,8 @@ class RankedModule(PipelinedModule):
         self._on_rank.parameters.adopt(optimizer)
 
     def when_placed(self, do: Callable[[], None], *, of: object = None) -> None:
-        """Call `do` on every rank, now or once parameters are placed. It replaces what waits for the object `of`."""
+        """Call `do` on every rank: now, or once the parameters are placed. For the same object `of`, a later one takes
+        the place of an earlier one that waits."""
         waiting, key = self._on_rank.after_placing, id(do if of is None else of)
         if self.placed:
             do()

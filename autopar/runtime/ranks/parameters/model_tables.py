@@ -84,7 +84,7 @@ class ModelTables:
         _show((entry, entry.after) for entry in self._entries)
 
     def drop(self, built: int) -> list[str]:
-        """From now on this rank does not have a tensor, by the id of the one that the model was built with. Returns its
+        """Remove a tensor from this rank's model, by the id of the one that the model was built with. Returns its
         names."""
         dropped = [entry for entry in self._entries if id(entry.built) == built]
         for entry in dropped:

@@ -216,7 +216,9 @@ class RankParameters:
         return new
 
     def read_later(self, lowered: Lowered, stages: Sequence[StageGrid], whole: Mapping[str, torch.Tensor]) -> None:
-        """Prepare what the stages of a later call read, and give up buffers that it writes elsewhere. Collective.
+        """Prepare what the stages of a later call read, and give up buffers that other ranks write from now on.
+
+        Collective.
 
         `whole`: the tensors of the original model, by name. Raises PlanError on all ranks if a rank does not have a
         piece that it needs.

@@ -184,7 +184,9 @@ def study_call(
     verify: bool,
 ) -> tuple[Program, Batching]:
     """The program of a captured call, less a tail, and how its batch may be split (`batch_tail.studied`). The model is
-    unchanged afterwards."""
+    unchanged afterwards. Raises CaptureError for a program that would lose gradients."""
+    if program.unregistered:
+        raise CaptureError(program.unregistered)
     bound = program.bind(args, kwargs)
     assert bound is not None, "a captured program takes the call that it was captured from"
     with untouched(model), neutral_state(device_types), torch.device("cpu"):

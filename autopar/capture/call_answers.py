@@ -36,18 +36,21 @@ class Question(enum.Enum):
     DETERMINISTIC = "are_deterministic_algorithms_enabled"
     GRADIENTS = "requires_grad, grad_fn or is_leaf of a tensor"
     LAYOUTS = "is_contiguous or stride of a tensor"
+    TYPES = "dtype of a tensor"
 
 
 CallAnswer = tuple[Question, Hashable]
+TYPES_ASKED: CallAnswer = (Question.TYPES, None)
 
 _FUNCTIONS = {one.value: one for one in (Question.GRAD_MODE, Question.INFERENCE_MODE, Question.DETERMINISTIC)}
 _ASKS_TORCH = ("torch", "autopar")  # packages whose own code acts on the state that its thread is in
-_REQUIRES_GRAD, _GRAD_FN, _IS_LEAF = (
-    getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")
+_REQUIRES_GRAD, _GRAD_FN, _IS_LEAF, _DTYPE = (
+    getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "dtype")
 )
 _ASKED_OF_TENSORS: dict[Any, Question] = {
     **dict.fromkeys((_REQUIRES_GRAD, _GRAD_FN, _IS_LEAF), Question.GRADIENTS),
     **dict.fromkeys((torch.Tensor.is_contiguous, torch.Tensor.stride), Question.LAYOUTS),
+    _DTYPE: Question.TYPES,
 }
 _WITHOUT_GRADIENT: dict[Any, Any] = {_REQUIRES_GRAD: False, _GRAD_FN: None, _IS_LEAF: True}
 
@@ -64,6 +67,8 @@ class CallState:
         if question is Question.GRADIENTS:
             trained = tuple(name for name, p in self.model.named_parameters() if p.requires_grad)
             return torch.is_grad_enabled(), trained, tuple(t.requires_grad for t in self._tensors())
+        if question is Question.TYPES:
+            return None  # the same for every call: a capture knows no autocast, which a warning says
         if question is Question.LAYOUTS:
             return tuple(map(_layout, [*self.model.parameters(), *self._tensors()]))
         known: bool = getattr(torch, question.value)()
@@ -98,7 +103,7 @@ class _Asked(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         question = _ASKED_OF_TENSORS.get(func) if getattr(func, "__hash__", None) is not None else None
-        if question is None or torch_calls():
+        if question is None or torch_calls() or (question is Question.TYPES and args[0].grad_fn is None):
             return result
         self.answers[question] = self._known[question]
         if question is Question.GRADIENTS and not self._grad and args[0].grad_fn is not None:

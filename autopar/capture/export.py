@@ -29,6 +29,7 @@ from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.capture.symbolic_lengths import with_lengths
 from autopar.capture.symbolic_trace import symbolically_traced
 from autopar.capture.uncaptured_trace import RefusedError
+from autopar.capture.unregistered import unregistered
 from autopar.errors import InputError, issue_again
 from cost_models.measuring.environment import readable_tf32
 
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 # Files whose warnings are about tracing itself: torch, and contextlib, where a wrong stack level puts some of them.
 _CHECKPOINT_FILE = inspect.getfile(torch.utils.checkpoint)
 _TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
+
+# Running uncaptured would not help.
+_LASTING = (BufferAssignmentError, ParameterWriteError, RegistrationError)
 
 Tracers = Literal["export", "symbolic_trace", "both"]  # "both": symbolic_trace where export refuses
 
@@ -48,6 +52,7 @@ class Traced:
     module: fx.GraphModule
     out_spec: torch_private.TreeSpec
     guards: Callable[..., Any]  # raises AssertionError for flat inputs that the graph does not fit
+    unregistered: str = ""  # why the graph of a model must be refused (unregistered.py); a loss may have such tensors
 
 
 def trace(
@@ -57,12 +62,14 @@ def trace(
     symbols: Sequence[Collection[int | None]],
     in_spec: torch_private.TreeSpec,
     *,
+    order: Sequence[str] | None = None,
     tracers: Tracers = "export",
 ) -> Traced:
     """Trace `model` for a call like this into one graph.
 
-    `symbols`: for every flat input its dimensions with symbolic size; None for a Python int that is a symbol. Raises
-    RefusedError, and ParameterWriteError or RegistrationError where the model's code changes what modules hold.
+    `symbols`: for every flat input its dimensions with symbolic size; None for a Python int that is a symbol. `order`:
+    of the keywords in the call (default: as in `kwargs`). Raises RefusedError, and ParameterWriteError or
+    RegistrationError where the model's code changes what modules hold.
     """
     if tracers == "symbolic_trace":
         try:
@@ -71,8 +78,8 @@ def trace(
             raise _refused(model, error) from error
     caught: list[warnings.WarningMessage] = []
     try:
-        traced = with_lengths(lambda: _export(model, args, kwargs, symbols, in_spec, caught))
-    except (BufferAssignmentError, ParameterWriteError, RegistrationError):  # running uncaptured would not help
+        traced = with_lengths(lambda: _export(model, args, kwargs, symbols, in_spec, order or list(kwargs), caught))
+    except _LASTING:
         raise
     except Exception as error:  # export may raise anything; then the fallback decides
         refused = _refused(model, error)
@@ -108,11 +115,13 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @contextlib.contextmanager
-def _plain_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[str]]:
+def _plain_signature(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], order: Sequence[str]
+) -> Iterator[list[str]]:
     """The names of this call's arguments, in order.
 
     torch.export does not support *args and **kwargs well. If `forward` has them, replace it inside by a function whose
-    signature names every argument of this call.
+    signature names every argument of this call, and which passes keywords on in their `order` in the call.
     """
     signature = inspect.signature(model.forward)
     kinds = inspect.Parameter
@@ -127,7 +136,7 @@ def _plain_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     inner = model.forward
 
     def plain(*call_args: Any, **call_kwargs: Any) -> Any:
-        return inner(*call_args, **call_kwargs)
+        return inner(*call_args, **{name: call_kwargs[name] for name in order})
 
     parameters = [kinds(n, kinds.POSITIONAL_ONLY) for n in names] + [kinds(n, kinds.KEYWORD_ONLY) for n in kwargs]
     plain.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -167,6 +176,7 @@ def _export(
     kwargs: dict[str, Any],
     symbols: Sequence[Collection[int | None]],
     in_spec: torch_private.TreeSpec,
+    order: Sequence[str],
     caught: list[warnings.WarningMessage],
 ) -> Traced:
     """Trace with torch.export; put the warnings of the model's own code into `caught`."""
@@ -182,7 +192,7 @@ def _export(
         forget_traced_layers()
         watch = model.register_forward_hook(lambda *call: returned.append(call[-1]))
         try:
-            with _quiet(caught), readable_tf32(), _plain_signature(model, args, kwargs) as names:
+            with _quiet(caught), readable_tf32(), _plain_signature(model, args, kwargs, order) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
                 with registrations_refused(model), assignments.recorded():
                     exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -197,9 +207,10 @@ def _export(
             watch.remove()
     module = exported.module()
     assert isinstance(module, fx.GraphModule)
+    refused = unregistered(model, exported, module.graph)
     assignments.write(module)
     guards = getattr(module, "_guards_fn", None)
-    return Traced(module, exported.call_spec.out_spec, guards if guards is not None else _unguarded)
+    return Traced(module, exported.call_spec.out_spec, guards if guards is not None else _unguarded, refused)
 
 
 _TRACER_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._subclasses.fake_tensor")

@@ -129,6 +129,13 @@ def own_generators(modules: Iterable[nn.Module]) -> list[tuple[str, torch.Genera
     return [(name, generator) for generator, name in found.items()]
 
 
+def held_values(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """All that modules hold in attributes of their own, also within containers and settings."""
+    own = [_own(module) for module in modules]
+    for container in _containers(own):
+        yield from _content_of(container)
+
+
 def _content_of(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 

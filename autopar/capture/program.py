@@ -104,6 +104,7 @@ class Program:
     n_outputs: int
     weights: dict[int, int]  # flat output that is a mean -> flat output with the number of elements averaged
     device: torch.device  # of the graph's constants: where all tensors were for the model's code at capture
+    unregistered: str = ""  # why the program of a model must be refused: a tensor that it trains and does not know of
     shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # calls with a shard hint
     # Paths of attributes that the model's code assigns, and of modules that run uncaptured.
     live: frozenset[str] = frozenset()
@@ -198,6 +199,7 @@ def capture(
         CaptureError: no tracer can capture the model, and the rest cannot run uncaptured (or must not: `strict`).
         InputError: the arguments do not fit `forward`, or `batch_dim` does not fit the arguments.
     """
+    order = tuple(kwargs)
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
     refuse_reserved_names(model)
@@ -205,7 +207,7 @@ def capture(
     refuse_other_than_dense(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
-    call = _Call(model, args, kwargs, in_spec, dims, batch, frozenset(open_sizes))
+    call = _Call(model, args, kwargs, order, in_spec, dims, batch, frozenset(open_sizes))
     home = common_device(model, leaves) if device is None else device
     places = {tensor.device for tensor in [*_tensors_of(model), *leaves] if isinstance(tensor, torch.Tensor)}
     elsewhere = contextlib.nullcontext() if places <= {home} and device is None else torch_private.fakes_on(home)
@@ -228,6 +230,7 @@ def capture(
         batch,
         any_batch=batch > 1 and all(symbolic),
         guards=traced.guards,
+        unregistered=traced.unregistered,
         n_outputs=n_outputs,
         weights={o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))},
         shard_calls=found.shard_calls,
@@ -259,7 +262,8 @@ class _Call:
 
     model: nn.Module
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any]  # by name
+    order: tuple[str, ...]  # of the keywords, as they were given
     in_spec: torch_private.TreeSpec
     dims: list[int | None]  # batch dimension of every flat input
     batch: int
@@ -354,7 +358,8 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         shard_regions.marked(hinted_modules(model)) as sharded_calls,
         traced_as_calls(model, opaque, calls, dims),
     ):
-        traced = trace(model, call.args, call.kwargs, call.symbols(dims), call.in_spec, tracers=tracers)
+        symbols = call.symbols(dims)
+        traced = trace(model, call.args, call.kwargs, symbols, call.in_spec, order=call.order, tracers=tracers)
     warn_of_lost_out(traced.module, callers)
     write, unseen = written_parameter(traced.module), unseen_write(traced.module)
     if write is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from autopar.analysis.batching import Batching
 from autopar.capture.program import Program
 from autopar.errors import each_warning_once, warn
@@ -33,6 +35,15 @@ class OneTimeWarnings:
         self._once(
             f"'{path}' has changed since the model was captured, so it is captured again, which takes seconds; what "
             "changes with every step is better an input, as a tensor"
+        )
+
+    def types_without_autocast(self, device_types: Iterable[str]) -> None:
+        if not any(map(torch.is_autocast_enabled, device_types)):
+            return
+        self._once(
+            "forward asks for the dtype of a tensor that it has computed, and is told the one without torch.autocast, "
+            "which is on: what it does about it (x.to(other.dtype), torch.finfo(x.dtype)) may differ from the original "
+            "model; ask the dtype of parameters or inputs instead, or name the dtype"
         )
 
     def not_verified(self) -> None:

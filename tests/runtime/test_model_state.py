@@ -99,7 +99,7 @@ def test_training_and_the_hooks_of_the_root_do_not_show() -> None:
     block.first.weight.data = torch.zeros(2, 2)
     block.first.weight.requires_grad_(False)
     block.first.weight.grad = torch.ones(2, 2)
-    block.values = torch.zeros(3)
+    block.values = torch.zeros(2)
     block.scale = 2.0 / 2
     block.table = {"a": 1}
     assert reader.now() == before

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -53,18 +53,19 @@ class SharedExports:
         kwargs: dict[str, Any],
         dims: list[frozenset[int | None]],
         in_spec: Any,
+        order: Sequence[str],
         caught: list[warnings.WarningMessage],
     ) -> Traced:
         try:
             with torch._C.DisableTorchFunction():  # what this asks of tensors is not what the model's code asks
-                key = (_model_key(model), _call_key(args, kwargs), tuple(dims))
+                key = (_model_key(model), _call_key(args, kwargs), tuple(dims), tuple(order))
         except UnknownError:
-            return self._export(model, args, kwargs, dims, in_spec, caught)
+            return self._export(model, args, kwargs, dims, in_spec, order, caught)
         if key in self._kept:
             kept, tensors = self._kept[key]
             own = _tensors(model)
             return _copied(kept, {id(tensor): own[name] for name, tensor in tensors.items()})
-        traced = self._export(model, args, kwargs, dims, in_spec, caught)
+        traced = self._export(model, args, kwargs, dims, in_spec, order, caught)
         asked = getattr(getattr(torch.is_autocast_enabled, "__self__", None), "asked", None)  # by the model's code
         of_call = getattr(getattr(torch.is_grad_enabled, "func", None), "__self__", None)
         if not caught and not asked and not getattr(of_call, "answers", None) and not met_a_symbol():

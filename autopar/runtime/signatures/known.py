@@ -17,6 +17,7 @@ from torch import nn
 from autopar.analysis.example import END_OF_MODEL, Example, LossFunction, has_backward, ordinary, under_default_device
 from autopar.analysis.loss_split import LossSplit
 from autopar.analysis.own_loss import check_own_loss, own_loss
+from autopar.capture.call_answers import TYPES_ASKED
 from autopar.capture.program import Program
 from autopar.errors import InputError, PlanError, each_warning_once
 from autopar.plan.plan import Plan, with_notes, with_unproven_split, with_whole_batch
@@ -127,6 +128,8 @@ class Signatures:
             self.warnings.undivided(signature.lowered)
             if signature.executable is not None:
                 self.warnings.left_alone(signature.executable.left_alone, self.settings.compile)
+        if TYPES_ASKED in signature.program.learned and signature.executable is not None:
+            self.warnings.types_without_autocast({device.torch_device.type for device in self._devices})
         return bound._replace(signature=self._divisible(signature, bound.batch_size))
 
     def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:

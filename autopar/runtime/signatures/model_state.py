@@ -19,6 +19,7 @@ class State(NamedTuple):
     modules: tuple[nn.Module, ...]  # the root first
     training: list[bool]  # of the modules
     parameters: list[int]  # their ids
+    names: list[str]  # of the parameters in their modules
     dtypes: list[torch.dtype]  # of the parameters
     hooked: list[int]  # ids of inner modules with hooks
     attributes: tuple[Attribute, ...]
@@ -36,7 +37,7 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules: tuple[nn.Module, ...] = ()  # all, the root first; held, so that no id is given away again
-        self._children: list[int] = []  # ids of what the tables of these held
+        self._children: list[int | str] = []  # of these, at the last walk
         self._attributes: PlainAttributes | None = PlainAttributes()
 
     def without_attributes(self) -> None:
@@ -66,7 +67,8 @@ class ModelState:
         if not modules or _children_of(modules) != self._children:
             self._modules = modules = _walked(self._model)
             self._children = _children_of(modules)
-        parameters = [p for p in _entries([module._parameters for module in modules]) if p is not None]
+        tables = [module._parameters for module in modules]
+        parameters = [p for p in _entries(tables) if p is not None]
         maybe_hooked = [
             module
             for module in modules
@@ -79,6 +81,7 @@ class ModelState:
             modules,
             [module.training for module in modules],
             list(map(id, parameters)),
+            list(chain.from_iterable(filter(None, tables))),
             [parameter.dtype for parameter in parameters],
             [id(module) for module in maybe_hooked if module is not self._model and has_hooks(module)],
             () if self._attributes is None else self._attributes.now(modules),
@@ -98,8 +101,10 @@ def _walked(model: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(seen)
 
 
-def _children_of(modules: Sequence[nn.Module]) -> list[int]:
-    return list(map(id, _entries([module._modules for module in modules])))
+def _children_of(modules: Sequence[nn.Module]) -> list[int | str]:
+    """The ids of all children, and their names."""
+    tables = [module._modules for module in modules if module._modules]
+    return [*map(id, _entries(tables)), *chain.from_iterable(tables)]
 
 
 def _entries(tables: Sequence[Mapping[str, Any]]) -> Iterator[Any]:

@@ -4,26 +4,37 @@
     model.config.use_cache = False      self.mask = None
 
 Numbers, texts, functions, and what containers, namespaces, dataclasses and configurations hold of these. Of tensors and
-buffers counts whether there is one: a graph reads them when it runs. Parts that run uncaptured read their attributes
-themselves, and what the model's own code assigns is not the caller's change.
+buffers counts what they look like: a graph reads them when it runs. Of tensors in containers, and of other objects,
+counts which they are. Parts that run uncaptured read their attributes themselves, and what the model's own code assigns
+is not the caller's change.
 """
 
 from __future__ import annotations
 
+import decimal
+import enum
+import fractions
+import functools
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from autopar.capture.module_state import TORCHS_OWN, holds_settings
 
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_VALUES = (
+    *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device),
+    *(enum.Enum, range, slice, decimal.Decimal, fractions.Fraction, np.generic),
+)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-_CONTAINERS = (list, tuple, set, frozenset, dict)
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+_DEPTH = 4  # containers within containers; of what is deeper, or no container, counts only which object it is
 
 Attribute = tuple[int, str, Any]  # the module's place among all, the name, what counts of the value
 
@@ -78,7 +89,7 @@ class PlainAttributes:
                     continue
                 found.append((place, name, _counted(value)))
                 self._keep([value])
-                if isinstance(value, (list, set, dict)) or holds_settings(value):
+                if isinstance(value, (list, set, dict, deque)) or holds_settings(value):
                     items = _items(value)
                     inside = list(items())
                     contents[id(value)] = items, list(map(id, inside))
@@ -86,7 +97,7 @@ class PlainAttributes:
             if module._buffers:
                 items = module._buffers.values
                 contents[id(module)] = items, list(map(id, items()))
-                found += [(place, name, buffer is None) for name, buffer in module._buffers.items()]
+                found += [(place, name, _counted(buffer)) for name, buffer in module._buffers.items()]
         self._contents = list(contents.values())
         self._known = tuple(sorted(found, key=itemgetter(0, 1)))  # an attribute may be removed and set again
 
@@ -95,24 +106,30 @@ class PlainAttributes:
         self._kept += (value for value in values if not isinstance(value, torch.Tensor))
 
 
-def _counted(value: Any, deep: bool = True) -> Any:
-    """What counts of a value: itself where that is plain; its kind otherwise."""
+def _counted(value: Any, depth: int = _DEPTH, *, inside: bool = False) -> Any:
+    """What counts of a value: itself where that is plain; of others which one it is. `inside`: of a container, whose
+    tensors a graph holds as constants."""
     if isinstance(value, _VALUES):
         return type(value), value  # 1 is not True
     if isinstance(value, _CODE):
         return value
-    if deep and isinstance(value, dict):
-        return dict, tuple((repr(key), _counted(one, False)) for key, one in list(value.items()))
-    if deep and isinstance(value, _CONTAINERS):
+    if isinstance(value, torch.Tensor):
+        return (torch.Tensor, id(value)) if inside else (torch.Tensor, value.dtype, value.shape, value.requires_grad)
+    if depth and isinstance(value, functools.partial):
+        return type(value), value.func, _counted([value.args, value.keywords], depth - 1)
+    if depth and isinstance(value, dict):
+        return dict, tuple((repr(key), _counted(one, depth - 1, inside=True)) for key, one in list(value.items()))
+    if depth and isinstance(value, _CONTAINERS):
         ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        return type(value), tuple(_counted(one, False) for one in ordered)
-    if deep and holds_settings(value):
-        return type(value), tuple((key, _counted(one, False)) for key, one in list(vars(value).items()))
-    return torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+        return type(value), tuple(_counted(one, depth - 1, inside=True) for one in ordered)
+    if depth and holds_settings(value):
+        fields = list(vars(value).items())
+        return type(value), tuple((key, _counted(one, depth - 1, inside=True)) for key, one in fields)
+    return type(value), id(value)
 
 
 def _items(value: Any) -> Callable[[], Iterable[Any]]:
     """What gives all that a container or an object holds."""
-    if isinstance(value, (list, set)):
+    if isinstance(value, (list, set, deque)):
         return value.__iter__
     return value.values if isinstance(value, dict) else vars(value).values

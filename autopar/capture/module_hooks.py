@@ -29,6 +29,7 @@ from torch import fx, nn
 from torch.utils.hooks import BackwardHook
 
 from autopar.capture import torch_private
+from autopar.capture.module_state import same_value
 from autopar.errors import InputError, warn
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -276,7 +277,7 @@ def join(graph: fx.Graph, marks: Marks) -> None:
 
 def _entering(call: _Call) -> Callable[..., Any]:
     """The function of an `enter` operator: runs forward pre-hooks and sets up backward hooks."""
-    values = call.inputs
+    values, read = call.inputs, _read_by_forward(call.module)
     assert values is not None
 
     def enter_module(tensors: list[torch.Tensor], sizes: list[int]) -> list[Any]:
@@ -286,6 +287,7 @@ def _entering(call: _Call) -> Callable[..., Any]:
         if not _thread.running:
             return [*tensors, None]
         args, kwargs = values.together(tensors, sizes)
+        held = {name: value for name, value in vars(module).items() if name in read}
         for key, hook in _user_hooks(module._forward_pre_hooks):
             if key in module._forward_pre_hooks_with_kwargs:
                 changed = hook(module, args, kwargs)
@@ -295,6 +297,7 @@ def _entering(call: _Call) -> Callable[..., Any]:
                 changed = hook(module, args)
                 if changed is not None:
                     args = changed if isinstance(changed, tuple) else (changed,)
+        _refuse_changed(call, held, {name: value for name, value in vars(module).items() if name in read})
         hooks = [hook for _, hook in _user_hooks(module._backward_hooks)]
         link = None
         if hooks and torch.is_grad_enabled():
@@ -303,6 +306,23 @@ def _entering(call: _Call) -> Callable[..., Any]:
         return [*values.tensors_of((args, kwargs), call.path), link]
 
     return enter_module
+
+
+def _read_by_forward(module: nn.Module) -> frozenset[str]:
+    """The names of attributes in the code of a module's forward."""
+    code = getattr(type(module).forward, "__code__", None)
+    return frozenset(code.co_names) if code is not None else frozenset()
+
+
+def _refuse_changed(call: _Call, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise InputError for an attribute that a forward pre-hook has set: the captured forward has it as a constant."""
+    changed = [name for name, value in now.items() if name not in before or not same_value(before[name], value)]
+    if changed:
+        raise InputError(
+            f"a forward pre-hook of module '{call.path}' sets its attribute '{changed[0]}', which the module's forward "
+            "reads: a captured model keeps the value that it had at the capture; compute it in forward, or use "
+            "torch.nn.utils.parametrize"
+        )
 
 
 def _leaving(call: _Call) -> Callable[..., Any]:

@@ -164,12 +164,13 @@ def unchanged(before: tuple[Any, Any], now: Any) -> bool:
         if type(now) is not type(content) or len(now) != len(content):
             return False
         if isinstance(now, dict):
-            return all(k in content and _same(content[k], v) for k, v in now.items())
-        return now == content if isinstance(now, set) else all(map(_same, content, now))
-    return _same(value, now)
+            return all(k in content and same_value(content[k], v) for k, v in now.items())
+        return now == content if isinstance(now, set) else all(map(same_value, content, now))
+    return same_value(value, now)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are one object, or equal numbers or texts."""
     if a is b:
         return True
     return type(a) is type(b) and isinstance(a, (int, float, complex, str, bytes, bool)) and a == b

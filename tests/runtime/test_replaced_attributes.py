@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import leaky_relu
 
 import autopar
-from autopar import AutoparWarning, Plan
+from autopar import AutoparWarning, InputError, Plan
 
 WIDTH = 8
 
@@ -148,3 +148,41 @@ def test_a_warning_says_that_a_dtype_is_that_without_autocast() -> None:
         pm(x)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(AutoparWarning, match="asks for the dtype"):
         pm(x)
+
+
+class Cautious(nn.Module):
+    """Decides by values while it trains, so that it runs uncaptured then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and x.sum() > 1e9 else x * self.scale
+
+
+def test_what_an_uncaptured_module_holds_counts_where_it_is_captured() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Cautious(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH)
+    plan = Plan.from_split({"0": 0, "2": 1}, n_microbatches=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
+        for training in (True, False, True, False):
+            pm.train(training)
+            for scale in (3.0, 5.0):
+                model[1].scale = scale
+                torch.testing.assert_close(pm(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["scale", "note"])
+def test_a_pre_hook_that_sets_what_forward_reads_is_refused(name: str) -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Cautious().eval(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH)
+    model.eval()
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=Plan.from_split({"0": 0, "2": 1}, n_microbatches=1))
+    pm(x)
+    model[1].register_forward_pre_hook(lambda module, _: setattr(module, name, getattr(module, name, 1.0) + 1.0))
+    if name == "scale":
+        with pytest.raises(InputError, match="sets its attribute 'scale', which the module's forward reads"):
+            pm(x)
+    else:
+        torch.testing.assert_close(pm(x), model(x))

@@ -120,6 +120,8 @@ class Captures:
         signature = self._specialised(call, state, leaves) or self._captured(call, state, leaves, spec)
         self.state.leave_out(signature.program.live)
         signature.state = self.state.now()  # less what the model's code assigns
+        for other in self.known:
+            other.state = self.state.completed(other.state)
         self.known.append(signature)
         del self.known[:-_MOST_KEPT]
         bound = signature.program.bind_flat(leaves, spec)

@@ -49,6 +49,12 @@ class ModelState:
         if self._attributes is not None:
             self._attributes.leave_out(self._model, live)
 
+    def completed(self, state: State) -> State:
+        """An earlier state of these modules, with the attributes that count only since another capture."""
+        if self._attributes is None or state.modules != self._modules:
+            return state
+        return state._replace(attributes=self._attributes.completed(state.attributes))
+
     def changed_attribute(self, now: State, before: Sequence[State]) -> str:
         """The path of an attribute in which `now` differs from the newest of those `before` that differ in attributes
         alone; "" where some differ in none."""

@@ -49,7 +49,9 @@ class PlainAttributes:
     def __init__(self) -> None:
         self._modules: tuple[nn.Module, ...] = ()
         self._left_out: set[tuple[nn.Module, str]] = set()
+        # By all captures so far. What one captures and another does not counts for all.
         self._uncaptured: set[nn.Module] = set()
+        self._captured: set[nn.Module] = set()
         self._held: list[int] = []  # ids of what the tables held
         # What containers and objects hold, and the ids of that at the last walk.
         self._contents: list[tuple[Callable[[], Iterable[Any]], list[int]]] = []
@@ -58,13 +60,23 @@ class PlainAttributes:
 
     def leave_out(self, model: nn.Module, live: Collection[str]) -> None:
         """From now on, the attributes with these paths do not count, nor any of the modules with these paths."""
+        uncaptured: set[nn.Module] = set()
         for path in live:
             owner, _, name = path.rpartition(".")
             try:
-                self._uncaptured |= set(model.get_submodule(path).modules())
+                uncaptured |= set(model.get_submodule(path).modules())
             except AttributeError:
                 self._left_out.add((model.get_submodule(owner), name))
+        self._uncaptured |= uncaptured
+        self._captured |= set(model.modules()) - uncaptured
         self._modules = ()
+
+    def completed(self, before: tuple[Attribute, ...]) -> tuple[Attribute, ...]:
+        """Attributes as they were when they were looked at, with what counts only since: a capture that runs a module
+        uncaptured fits whatever the module holds."""
+        known = {(place, name) for place, name, _ in before}
+        since = [one for one in self._known if one[:2] not in known and self._modules[one[0]] in self._uncaptured]
+        return tuple(sorted([*before, *since], key=itemgetter(0, 1)))
 
     def now(self, modules: tuple[nn.Module, ...]) -> tuple[Attribute, ...]:
         """As they are now."""
@@ -82,7 +94,7 @@ class PlainAttributes:
         contents: dict[int, tuple[Callable[[], Iterable[Any]], list[int]]] = {}
         self._kept = []
         for place, module in enumerate(modules):
-            if module in self._uncaptured:
+            if module in self._uncaptured and module not in self._captured:
                 continue
             for name, value in vars(module).items():
                 if name in TORCHS_OWN or (module, name) in self._left_out:

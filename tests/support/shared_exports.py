@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.call_answers import Question
 from autopar.capture.export import Traced
 from autopar.capture.repeated_layers import trace_once
 from autopar.capture.symbolic_lengths import met_a_symbol
@@ -68,7 +69,9 @@ class SharedExports:
         traced = self._export(model, args, kwargs, dims, in_spec, order, caught)
         asked = getattr(getattr(torch.is_autocast_enabled, "__self__", None), "asked", None)  # by the model's code
         of_call = getattr(getattr(torch.is_grad_enabled, "func", None), "__self__", None)
-        if not caught and not asked and not getattr(of_call, "answers", None) and not met_a_symbol():
+        # That code asks for a dtype changes no graph: it has the same answer in every capture.
+        answers = set(getattr(of_call, "answers", ())) - {Question.TYPES}
+        if not caught and not asked and not answers and not met_a_symbol():
             with torch._C.DisableTorchFunction():
                 meta = {name: _on_meta(tensor) for name, tensor in _tensors(model).items()}
                 memo = {id(tensor): meta[name] for name, tensor in _tensors(model).items()}

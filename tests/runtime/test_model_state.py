@@ -114,6 +114,17 @@ def test_an_attribute_that_is_set_again_does_not_show() -> None:
     assert reader.now() == before
 
 
+def test_tensors_that_follow_each_other_at_one_address_in_a_container_differ() -> None:
+    block = Block()
+    reader = ModelState(block)
+    block.table = {"a": torch.zeros(1)}
+    for _ in range(5):
+        before = reader.now()
+        block.table.clear()
+        block.table["a"] = torch.zeros(1)
+        assert reader.now() != before
+
+
 def test_tuples_that_follow_each_other_at_one_address_differ() -> None:
     block = Block()
     reader = ModelState(block)

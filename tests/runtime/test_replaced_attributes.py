@@ -94,6 +94,10 @@ def test_tensors_that_change_places_in_a_list_count() -> None:
         pm(x)
         model.k.reverse()
         torch.testing.assert_close(pm(x), model(x))
+        for value in range(4, 9):  # what is gone leaves its address to what comes
+            model.k.clear()
+            model.k += [number(value), number(value + 1)]
+            torch.testing.assert_close(pm(x), model(x))
 
 
 class Named(nn.Module):

@@ -118,6 +118,18 @@ class PlainAttributes:
         self._kept += (value for value in values if not isinstance(value, torch.Tensor))
 
 
+class _Itself:
+    """An object that counts by which one it is. It is held, so that no other one gets its id."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _counted(value: Any, depth: int = _DEPTH, *, inside: bool = False) -> Any:
     """What counts of a value: itself where that is plain; of others which one it is. `inside`: of a container, whose
     tensors a graph holds as constants."""
@@ -126,7 +138,7 @@ def _counted(value: Any, depth: int = _DEPTH, *, inside: bool = False) -> Any:
     if isinstance(value, _CODE):
         return value
     if isinstance(value, torch.Tensor):
-        return (torch.Tensor, id(value)) if inside else (torch.Tensor, value.dtype, value.shape, value.requires_grad)
+        return _Itself(value) if inside else (torch.Tensor, value.dtype, value.shape, value.requires_grad)
     if depth and isinstance(value, functools.partial):
         return type(value), value.func, _counted([value.args, value.keywords], depth - 1)
     if depth and isinstance(value, dict):
@@ -137,7 +149,7 @@ def _counted(value: Any, depth: int = _DEPTH, *, inside: bool = False) -> Any:
     if depth and holds_settings(value):
         fields = list(vars(value).items())
         return type(value), tuple((key, _counted(one, depth - 1, inside=True)) for key, one in fields)
-    return type(value), id(value)
+    return _Itself(value)
 
 
 def _items(value: Any) -> Callable[[], Iterable[Any]]:

@@ -28,11 +28,12 @@ from autopar.analysis.batch_proof import OutputCombination, combination, prove, 
 from autopar.analysis.batching import VARIATIONS, Batching, study, study_again
 from autopar.analysis.compared_outputs import combined_nodes
 from autopar.analysis.node_values import floats_differ, probe
-from autopar.analysis.operators import bases, is_random, nested_block, replicable_nodes, written_arguments
+from autopar.analysis.operators import bases, is_random, replicable_nodes, written_arguments
 from autopar.analysis.placed_graph import PlacedGraph
 from autopar.analysis.sample_states import Mean, Mixed, Unproven
 from autopar.analysis.sample_walk import Walk
 from autopar.analysis.varied_samples import varied
+from autopar.capture.blocks.calls import nested_block
 from autopar.capture.cleanup import aten, cross_entropy_arguments, number_of_targets
 from autopar.capture.node_names import describe
 from autopar.capture.program import Program, is_getitem

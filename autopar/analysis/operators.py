@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.cleanup import call_with_autocast, call_with_grad_mode
+from autopar.capture.blocks.calls import call_with_autocast, nested_block
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.node_names import module_path
 from autopar.capture.program import Program, is_getitem
@@ -117,16 +117,6 @@ def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that a torch operator's schema says are written: their positions and names."""
     places = enumerate(operator._schema.arguments)
     return tuple((i, one.name) for i, one in places if one.alias_info is not None and one.alias_info.is_write)
-
-
-def nested_block(node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:
-    """The nested graph that `node` calls, a block of the model under its own grad mode or autocast, and its inputs."""
-    if node.target not in (call_with_grad_mode, call_with_autocast) or node.graph.owning_module is None:
-        return None
-    place = 1 if node.target is call_with_grad_mode else 4
-    child = node.graph.owning_module.get_submodule(str(node.args[place].target))  # type: ignore[union-attr]
-    assert isinstance(child, fx.GraphModule)
-    return child, tuple(node.args[place + 1 :])
 
 
 def is_random(node: fx.Node, module: fx.GraphModule) -> bool:

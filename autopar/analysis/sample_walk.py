@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.analysis.operators import KEEP_STATISTICS, nested_block, written_arguments
+from autopar.analysis.operators import KEEP_STATISTICS, written_arguments
 from autopar.analysis.rules.calls import OperatorCall, shape_of, size_of
 from autopar.analysis.rules.notation import IndexKind, Rule, Size
 from autopar.analysis.rules.table import bind, rule_name
@@ -34,6 +34,7 @@ from autopar.analysis.sample_states import (
     varies,
 )
 from autopar.analysis.shared_memory import Owners, SharedMemory, returned_arguments
+from autopar.capture.blocks.calls import nested_block
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import is_getitem
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from autopar.analysis.operators import nested_block
+from autopar.capture.blocks.calls import nested_block
 from autopar.capture.cleanup import aten
 from autopar.capture.node_names import module_path
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.analysis.operators import compute_nodes, nested_block
-from autopar.capture.cleanup import call_with_autocast
+from autopar.analysis.operators import compute_nodes
+from autopar.capture.blocks.calls import nested_block
+from autopar.capture.blocks.inlined import KEPT
 from autopar.capture.node_names import describe
 from autopar.capture.program import Program
 
@@ -17,7 +18,7 @@ def undivided_blocks(program: Program) -> tuple[str, ...]:
     sizes = {node: _operators(node) for node in compute_nodes(program.graph)}
     return tuple(
         f"{describe(node)} is one operator, which no stage and no shard divides: a block of {size} of the "
-        f"model's {sum(sizes.values())} operators. {_advice(node)}"
+        f"model's {sum(sizes.values())} operators. {_why(node)}"
         for node, size in sizes.items()
         if size > max(1, _MUCH * sum(sizes.values()))
     )
@@ -29,7 +30,7 @@ def _operators(node: fx.Node) -> int:
     return 1 if block is None else sum(map(_operators, compute_nodes(block[0].graph)))
 
 
-def _advice(node: fx.Node) -> str:
-    if node.target is call_with_autocast:
-        return "Run the pipelined module under torch.autocast instead of a part of its forward"
-    return "Take out of it what needs no such block; to freeze parameters, requires_grad_(False) is enough"
+def _why(node: fx.Node) -> str:
+    if KEPT in node.meta:
+        return f"It stays whole because {node.meta[KEPT]}"
+    return "Take out of it what needs no such block"

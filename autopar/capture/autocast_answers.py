@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -46,9 +47,25 @@ class Asking:
         on = next((one for one in types if torch.is_autocast_enabled(one)), types[0])
         return _STATES[question](on)
 
+    def place(self, device_type: str) -> str | None:
+        """The type of device whose operators a block under autocast of `device_type` concerns: those of the stages, or
+        none where their devices are of another type. None where stages run on several types."""
+        workers = [one for one in self.workers if torch.amp.is_autocast_available(one)]
+        if not workers or device_type not in (self.home, *workers):
+            return device_type
+        return workers[0] if len(workers) == 1 else None
+
     def holds(self, answers: Collection[Answer]) -> bool:
         """Whether this thread's autocast gives these answers."""
         return all(self.answer(question, device_type) == said for question, device_type, said in answers)
+
+
+class BlockCaller(NamedTuple):
+    """How the caller's autocast fits a block under an autocast of its own."""
+
+    place: str  # type of the devices that the block concerns
+    same: bool  # as the block's: the block changes nothing
+    off: bool  # the caller has none
 
 
 class _Answers:
@@ -56,6 +73,7 @@ class _Answers:
 
     def __init__(self, asking: Asking) -> None:
         self.asked: dict[Answer, None] = {}
+        self.asking = asking
         self._thread = threading.get_ident()
         self._known = {
             (question, device_type): asking.answer(question, device_type)
@@ -63,6 +81,20 @@ class _Answers:
             for device_type in {"cpu", "cuda", asking.home, *asking.workers}
             if torch.amp.is_autocast_available(device_type)  # "meta" has none: torch refuses the question
         }
+
+    def _for_block(self, device_type: str, dtype: torch.dtype | None) -> BlockCaller | None:
+        place = self.asking.place(device_type)
+        if place is None:
+            return None
+        if not self._noted("is_autocast_enabled", device_type):
+            return BlockCaller(place, dtype is None, off=True)
+        same = dtype is not None and self._noted("get_autocast_dtype", device_type) == dtype
+        return BlockCaller(place, same, off=False)
+
+    def _noted(self, question: str, device_type: str) -> bool | torch.dtype:
+        known = self._known[question, device_type]
+        self.asked[question, device_type, known] = None
+        return known
 
     def is_autocast_enabled(self, device_type: str = "cuda") -> bool | torch.dtype:
         return self._told("is_autocast_enabled", device_type)
@@ -81,14 +113,28 @@ class _Answers:
 
     def _told(self, question: str, device_type: str) -> bool | torch.dtype:
         asks = str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0]
-        known = self._known.get((question, device_type))
-        if known is None or asks in _NOT_ANSWERED or threading.get_ident() != self._thread:
+        own = asks in _NOT_ANSWERED or threading.get_ident() != self._thread
+        if own or (question, device_type) not in self._known:
             return _STATES[question](device_type)
-        self.asked[question, device_type, known] = None
-        return known
+        return self._noted(question, device_type)
 
 
 _FUNCTIONS = tuple(name for name in vars(_Answers) if not name.startswith("_"))
+
+
+def caller_of_block(device_type: str, dtype: torch.dtype | None) -> BlockCaller | None:
+    """How the caller's autocast fits a block of the captured model under this one (None: off). It counts as asked.
+
+    None if the devices of the stages are of several types, or if nothing is captured for a call.
+    """
+    answers = getattr(torch.is_autocast_enabled, "__self__", None)
+    return answers._for_block(device_type, dtype) if isinstance(answers, _Answers) else None
+
+
+def place_of_block(device_type: str) -> str | None:
+    """The type of device whose operators such a block concerns; None as for `caller_of_block`."""
+    answers = getattr(torch.is_autocast_enabled, "__self__", None)
+    return answers.asking.place(device_type) if isinstance(answers, _Answers) else None
 
 
 @contextlib.contextmanager

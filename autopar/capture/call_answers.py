@@ -122,6 +122,12 @@ class _Asked(TorchFunctionMode):
         return bool(self._known[question])
 
 
+def types_asked() -> bool:
+    """Whether the model's code has asked, in this capture for a call, for the dtype of what it computed."""
+    asked = getattr(getattr(torch.is_grad_enabled, "func", None), "__self__", None)
+    return isinstance(asked, _Asked) and Question.TYPES in asked.answers
+
+
 @contextlib.contextmanager
 def answered_for_call(state: CallState) -> Iterator[dict[Question, Hashable]]:
     """Inside, code of this thread that asks gets the answers of the call, and of the moment of entering.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from autopar.capture.blocks.calls import call_with_autocast, call_with_grad_mode
 from autopar.capture.rnn import separate_layers
 from cost_models.graphs import Uncompiled
 
@@ -127,20 +128,6 @@ def _plain_blocks(module: fx.GraphModule) -> None:
         if isinstance(child, fx.GraphModule):
             _plain_blocks(child)
             child.recompile()
-
-
-def call_with_grad_mode(enabled: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a `with torch.no_grad():` (or enable_grad) block of the model. A no_grad of the caller takes precedence."""
-    with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
-        return function(*args)
-
-
-def call_with_autocast(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None, function: Any, *args: Any
-) -> Any:
-    """Run a `with torch.autocast(...):` block of the model."""
-    with torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache):
-        return function(*args)
 
 
 class CrossEntropyArguments(NamedTuple):

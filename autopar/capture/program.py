@@ -22,6 +22,7 @@ from torch import fx, nn
 from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.attention_masks import settle_masks
 from autopar.capture.autocast_answers import Answer
+from autopar.capture.blocks.inlined import inline_blocks
 from autopar.capture.call_answers import CallAnswer
 from autopar.capture.call_inputs import find_batch, refuse_other_than_dense
 from autopar.capture.cleanup import tidy
@@ -373,6 +374,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         if node.op == "call_function" and name.startswith(_ONLY_AS_A_WHOLE):
             why = f"{describe(node)} calls {name}, whose operators do not run apart"
             raise RefusedError(why, module_path(node), why)
+    inline_blocks(traced.module)
     if equal_layers_once:
         copy_traced_layers(traced.module, model)
     regions = shard_regions.borders(traced.module.graph, sharded_calls)

@@ -311,12 +311,17 @@ def _identity(cls: type) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
+def is_opaque_call(node: fx.Node) -> bool:
+    """Whether a node is a call that `traced_as_calls` left."""
+    return node.target is _CALL.default
+
+
 def join(module: fx.GraphModule, calls: OpaqueCalls | None) -> None:
     """Replace the calls that `traced_as_calls` left in a graph, and in the graphs nested in it, by their operators."""
     if calls is None:
         return
     for node in module.graph.nodes:
-        if node.target is _CALL.default:
+        if is_opaque_call(node):
             tensors, sizes, name = node.args
             uncaptured = calls.operators[str(name)]
             n = len(uncaptured.inputs.tensors)

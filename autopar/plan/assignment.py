@@ -28,8 +28,10 @@ from autopar.analysis.operators import (
     replicable_nodes,
     write_order,
 )
+from autopar.capture.blocks.calls import nested_block
+from autopar.capture.blocks.inlined import KEPT
 from autopar.capture.module_hooks import is_entry, is_hook_point
-from autopar.capture.node_names import describe
+from autopar.capture.node_names import describe, module_path
 from autopar.capture.program import Program
 from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError
@@ -218,8 +220,29 @@ def _check_used(split: Mapping[str, int], used: set[str], paths: Sequence[str], 
                 f"'{unknown[0]}' cannot be a stage of its own: module '{around or '(root)'}' runs uncaptured, as one "
                 "operator"
             )
+        block = _block_around(program, unknown[0])
+        if block is not None:
+            why = f", because {block.meta[KEPT]}" if KEPT in block.meta else ""
+            raise PlanError(
+                f"'{unknown[0]}' cannot be a stage of its own: it runs in a block under an autocast or grad mode of "
+                f"its own, {describe(block)}, which is one operator{why}"
+            )
         more = " ..." if len(paths) > _MOST_PATHS else ""
         raise PlanError(
             f"no operator of the model runs in {', '.join(map(repr, unknown))}; "
             f"modules are {', '.join(path or '(root)' for path in paths[:_MOST_PATHS])}{more}"
         )
+
+
+def _block_around(program: Program, path: str) -> fx.Node | None:
+    """The block of the model's code, of several operators, that calls the module `path`."""
+
+    def calls(graph: fx.Graph) -> bool:
+        return any(
+            f"{module_path(node)}.".startswith(f"{path}.")
+            or ((inner := nested_block(node)) is not None and calls(inner[0].graph))
+            for node in compute_nodes(graph)
+        )
+
+    blocks = ((node, nested_block(node)) for node in compute_nodes(program.graph))
+    return next((node for node, block in blocks if block is not None and calls(block[0].graph)), None)

@@ -71,23 +71,28 @@ def test_a_stage_that_writes_a_buffer_in_a_block_cannot_run_again(
         pm.train_step(x, target=y, loss_fn=functional.mse_loss)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["apart", "whole"])
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("batch_norm", ["per-microbatch", "deferred", "exact"])
-def test_batch_norm_under_an_autocast_of_the_model_keeps_its_word(batch_norm: str, recompute: str) -> None:
+def test_batch_norm_under_an_autocast_of_the_model_keeps_its_word(batch_norm: str, recompute: str, whole: bool) -> None:
+    """`whole`: the call's autocast, which changes nothing in double precision, keeps the block together."""
     torch.manual_seed(0)
     model, (x, y) = Normed().double(), data()
-    alone = copy.deepcopy(model)
-    parts = 2 if batch_norm == "per-microbatch" else 1
+    alone, counted = copy.deepcopy(model), copy.deepcopy(model)
+    # The statistics of a whole block cannot be put off: then the batch is not split.
+    parts = 1 if batch_norm == "exact" or (whole and batch_norm == "deferred") else 2
     for some, wanted in zip(x.chunk(parts), y.chunk(parts), strict=True):
         (functional.mse_loss(alone(some), wanted) / parts).backward()
+    counted(x)
     plan = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2, schedule="1f1b", recompute=recompute)
     pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, batch_norm=batch_norm)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=whole):
         warnings.simplefilter("ignore")
         pm.train_step(x, target=y, loss_fn=functional.mse_loss)
     for own, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-9, atol=1e-9)
-    for own, other in zip(model.buffers(), alone.buffers(), strict=True):
+    expected = alone if batch_norm == "per-microbatch" else counted
+    for own, other in zip(model.buffers(), expected.buffers(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9)
 
 
@@ -147,10 +152,12 @@ class Whole(nn.Module):
 
 def test_a_plan_says_that_a_block_cannot_be_divided() -> None:
     model, x = Whole(), torch.randn(SAMPLES, WIDTH)
-    pm = autopar.parallelize(model, ["cpu", "cpu"], example_args=(x,), tune=0)
+    with torch.autocast("cpu", torch.float16):
+        pm = autopar.parallelize(model, ["cpu", "cpu"], example_args=(x,), tune=0)
     assert pm.plan is not None
     (note,) = [note for note in pm.plan.notes if "one operator" in note]
-    assert "under torch.autocast" in note
-    alone = autopar.parallelize(model.layers, ["cpu", "cpu"], example_args=(x,), tune=0)
-    assert alone.plan is not None
-    assert not any("one operator" in note for note in alone.plan.notes)
+    assert "the call runs under another autocast" in note
+    for divided in (model, model.layers):
+        alone = autopar.parallelize(divided, ["cpu", "cpu"], example_args=(x,), tune=0)
+        assert alone.plan is not None
+        assert not any("one operator" in note for note in alone.plan.notes)

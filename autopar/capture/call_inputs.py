@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -105,6 +106,47 @@ def _positional_names(model: nn.Module, n: int) -> list[str]:
             break
         names.append(parameter.name)
     return names[:n] + [f"args[{index}]" for index in range(len(names), n)]
+
+
+PLAIN_INPUTS = frozenset((torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device))
+"""Types of the leaves of most calls: tensors, and what holds none."""
+
+
+def register_inputs(tree: tuple[Any, dict[str, Any]], leaves: Sequence[Any]) -> bool:
+    """Register the classes of `leaves` that hold tensors, so that torch takes them apart; whether there are any.
+
+    Raises InputError for an object of another class: a graph would keep the tensors of the first call.
+    """
+    holding = {type(leaf): leaf for leaf in leaves if type(leaf) not in PLAIN_INPUTS and _holds_tensors(leaf, set())}
+    for cls, leaf in holding.items():
+        if torch_private.register_type(cls):
+            continue
+        place = next(i for i, other in enumerate(leaves) if other is leaf)
+        part, path = torch_private.tree_paths(tree)[place][1:].split("]", 1)
+        name = f"{'args' if part == '0' else 'kwargs'}{path}"
+        keeps = "the parameters of a module" if isinstance(leaf, nn.Module) else "tensors"
+        raise InputError(
+            f"{name} is a {cls.__module__}.{cls.__qualname__}, which holds {keeps} and which torch cannot take apart: "
+            "a captured graph would keep those of the first call. Pass the tensors themselves, in a dict, list or "
+            "dataclass, or register the class (torch.utils._pytree.register_pytree_node)"
+        )
+    return bool(holding)
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    """Whether an object has a tensor among its attributes or items, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return bool(seen)  # a leaf that is a tensor is an input
+    if type(value) in PLAIN_INPUTS or isinstance(value, (type, ModuleType)) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    held = [*getattr(value, "__dict__", {}).values()]
+    held += [getattr(value, name, None) for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+    if isinstance(value, Mapping):
+        held += value.values()
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        held += value
+    return any(_holds_tensors(one, seen) for one in held)
 
 
 def refuse_other_than_dense(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -185,7 +185,7 @@ def _export(
         dict.fromkeys(dims, Dim.AUTO) if isinstance(leaf, torch.Tensor) else Dim.AUTO if dims else None
         for leaf, dims in zip(leaves, symbols, strict=True)
     ]
-    shapes_args, shapes_kwargs = torch_private.tree_unflatten(dynamic, in_spec)
+    shapes_args, shapes_kwargs = torch_private.shapes_tree(in_spec, dynamic)
     returned: list[Any] = []
     assignments = Assignments(model)
     for attempt in range(4):

@@ -24,7 +24,7 @@ from autopar.capture.attention_masks import settle_masks
 from autopar.capture.autocast_answers import Answer
 from autopar.capture.blocks.inlined import inline_blocks
 from autopar.capture.call_answers import CallAnswer
-from autopar.capture.call_inputs import find_batch, refuse_other_than_dense
+from autopar.capture.call_inputs import PLAIN_INPUTS, find_batch, refuse_other_than_dense, register_inputs
 from autopar.capture.cleanup import tidy
 from autopar.capture.export import Traced, Tracers, check_call, trace
 from autopar.capture.layers import repeated_layers
@@ -167,8 +167,15 @@ def fitting_batch(leaves: Sequence[Any], inputs: Sequence[Input], opened: Collec
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch_private.TreeSpec]:
-    """The flat inputs of a call, and their structure."""
-    return torch_private.tree_flatten((args, dict(sorted(kwargs.items()))))
+    """The flat inputs of a call, and their structure.
+
+    Raises InputError for an object that holds tensors and that torch cannot take apart.
+    """
+    tree = args, dict(sorted(kwargs.items()))
+    leaves, spec = torch_private.tree_flatten(tree)
+    while not PLAIN_INPUTS.issuperset(map(type, leaves)) and register_inputs(tree, leaves):
+        leaves, spec = torch_private.tree_flatten(tree)  # which may show objects within objects
+    return leaves, spec
 
 
 def capture(
@@ -206,7 +213,7 @@ def capture(
     refuse_reserved_names(model)
     refuse_uninitialized(model)
     refuse_other_than_dense(model, args, kwargs)
-    leaves, in_spec = torch_private.tree_flatten((args, kwargs))
+    leaves, in_spec = flattened(args, kwargs)
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     call = _Call(model, args, kwargs, order, in_spec, dims, batch, frozenset(open_sizes))
     home = common_device(model, leaves) if device is None else device

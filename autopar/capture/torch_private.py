@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import re
 import sys
 import threading
@@ -343,23 +344,30 @@ def inside_forward_mode() -> bool:
 
 
 def register_output_type(error: BaseException, model: nn.Module) -> bool:
-    """Register the output class that torch.export does not know according to `error`. Returns whether it succeeded.
+    """Register the output class that torch.export does not know according to `error`. Returns whether it succeeded."""
+    cls = unknown_output(error)
+    return cls is not None and register_type(cls, model)
+
+
+def register_type(cls: type, model: nn.Module | None = None) -> bool:
+    """Let torch take apart the objects of a class that holds tensors. Returns whether it succeeded.
 
     Dataclasses are registered by their fields, and caches of transformers models by transformers' own functions, whose
     module depends on its version.
     """
-    cls = unknown_output(error)
-    if cls is None:
-        return False
-    module_name = cls.__module__
-    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        torch.export.register_dataclass(cls)
+    if dataclasses.is_dataclass(cls):
+        try:
+            torch.export.register_dataclass(cls)
+        except ValueError:  # such as fields that its constructor does not take
+            return False
         return True
-    if module_name.startswith("transformers."):
+    if cls.__module__.startswith("transformers."):
         for place, function, args in (
             ("transformers.exporters.exporter_dynamo", "register_cache_pytrees_for_model", (model,)),
             ("transformers.integrations.executorch", "register_dynamic_cache_export_support", ()),
         ):
+            if args == (None,):
+                continue
             try:
                 register = getattr(importlib.import_module(place), function)
             except (ImportError, AttributeError):
@@ -368,3 +376,15 @@ def register_output_type(error: BaseException, model: nn.Module) -> bool:
             if cls in _pytree.SUPPORTED_NODES:
                 return True
     return False
+
+
+def shapes_tree(spec: TreeSpec, shapes: Sequence[Any]) -> Any:
+    """The dynamic shapes of a call's leaves as torch.export takes them: containers of classes that are not Python's own
+    as lists."""
+    if spec.is_leaf():
+        return shapes[0]
+    remaining = iter(shapes)
+    parts = [shapes_tree(child, list(itertools.islice(remaining, child.num_leaves))) for child in spec.children()]
+    if spec.type not in _pytree.BUILTIN_TYPES:
+        return parts
+    return _pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)

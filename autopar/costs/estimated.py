@@ -314,8 +314,11 @@ class Estimated:
         loss = self._calls.loss(rows)
         if loss is None:
             return OperatorWork((), ())
-        with torch.no_grad():
-            outputs = private_copy(self._folded.module, META)(*self._inputs(rows))
+        try:
+            with torch.no_grad():
+                outputs = private_copy(self._folded.module, META)(*self._inputs(rows))
+        except RuntimeError as error:  # of torch, for an operator that needs values
+            raise self._of_unknown_size(error) from error
         for tensor in tensors_in(outputs):
             tensor.requires_grad_(self._training and may_have_gradient(tensor))
         try:

@@ -247,7 +247,9 @@ class StepRehearsal:
             except LossNeedsValues as error:
                 raise NotRehearsed(str(error)) from error
             except RuntimeError as error:  # torch's for what has no result without values; NotImplementedError is one
-                raise NotRehearsed(f"an operator of stage {index} needs values: {first_line(error)}") from error
+                raise NotRehearsed(
+                    f"an operator of stage {index} needs values: {first_line(error).split('. ')[0]}"
+                ) from error
         self._outputs[id(stage), rows, kind] = self._known[key].outputs
         return self._known[key]
 

@@ -303,6 +303,36 @@ def test_second_derivatives_are_refused_not_dropped(weigh: Callable[[torch.Tenso
         _penalty(pipelined(), weigh)
 
 
+def _hessian(pm: PipelinedModule) -> Any:
+    return torch.autograd.functional.hessian(lambda x: pm(x).sum(), X)
+
+
+def _jacobian_product(pm: PipelinedModule) -> Any:
+    return torch.autograd.functional.jvp(pm, X, torch.ones_like(X))
+
+
+def _of_parameters(pm: PipelinedModule) -> Any:
+    parameters = list(pm.parameters())
+    first = torch.autograd.grad(pm(X).mean(), parameters, create_graph=True)
+    total = torch.stack([one.sum() for one in first]).sum()
+    return torch.autograd.grad(total, parameters, allow_unused=True)
+
+
+def _of_an_encoder(pm: PipelinedModule) -> Any:
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(pm(x.tanh()).sum(), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize("twice", [_hessian, _jacobian_product, _of_parameters, _of_an_encoder])
+def test_second_derivatives_are_refused_where_autograd_would_take_them_for_zero(
+    twice: Callable[[PipelinedModule], Any],
+) -> None:
+    """The gradient that enters the module is a constant."""
+    with pytest.raises(AutoparError, match="no second derivatives"):
+        twice(pipelined())
+
+
 def test_create_graph_alone_gives_the_first_derivatives() -> None:
     pm = pipelined()
     pm(X).square().sum().backward(create_graph=True)

@@ -190,3 +190,12 @@ def test_a_pre_hook_that_sets_what_forward_reads_is_refused(name: str) -> None:
             pm(x)
     else:
         torch.testing.assert_close(pm(x), model(x))
+
+
+def test_another_class_of_a_module_counts_in_the_next_call() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=Plan.from_split({"0": 0, "2": 1}, n_microbatches=2))
+    for cls in (nn.Tanh, nn.Sigmoid, nn.Tanh):
+        model[1].__class__ = cls
+        torch.testing.assert_close(pm(x), model(x))

@@ -20,6 +20,7 @@ from torch.nn import functional
 import autopar
 from autopar import Plan
 from autopar.lower import process_groups
+from autopar.runtime.ranks.faults.failure import described
 
 
 class Scaled(nn.Module):
@@ -346,3 +347,15 @@ def sparse_after_evaluation() -> dict[str, str]:
         pm.unwrap()[0].requires_grad_(False)
         found[f"frozen, {call}"] = message_of(train)
     return found
+
+
+def missing_attribute() -> str:
+    """What is said of a buffer or parameter that the other rank has, where a script reads it by its attribute."""
+    _, pm, _ = scaled()
+    model = pm.unwrap()
+    try:
+        for tensor in (lambda: model.a.weight, lambda: model.scale):
+            tensor().requires_grad_(False)
+    except AttributeError as error:
+        return described(error)
+    return ""

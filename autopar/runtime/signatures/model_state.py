@@ -17,6 +17,7 @@ class State(NamedTuple):
     """Two states are equal if a graph that was captured in one of them fits the other."""
 
     modules: tuple[nn.Module, ...]  # the root first
+    classes: list[type]  # of the modules
     training: list[bool]  # of the modules
     parameters: list[int]  # their ids
     names: list[str]  # of the parameters in their modules
@@ -85,6 +86,7 @@ class ModelState:
         ]
         return State(
             modules,
+            list(map(type, modules)),
             [module.training for module in modules],
             list(map(id, parameters)),
             list(chain.from_iterable(filter(None, tables))),

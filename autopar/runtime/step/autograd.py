@@ -65,6 +65,7 @@ class PipelinedCall(torch.autograd.Function):
         results = run.forward()
         outputs = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
         ctx.run, ctx.indices = run, indices
+        ctx.tensors = tensors
         ctx.device = next((x.device for _, x in outputs if x.device.type == "cuda"), None)
         ctx.keys = [id(p) for p in tensors[:n_parameters]]
         ctx.places = [i for i, _ in outputs]
@@ -78,7 +79,8 @@ class PipelinedCall(torch.autograd.Function):
             # Without their graph, which leads back to this node: the run that keeps them would never be freed.
             constants = [None if gradient is None else gradient.detach() for gradient in gradients]
             with torch.no_grad():
-                return _refusing_second_derivatives(PipelinedCall.first_derivatives(ctx, *constants), ctx.run.instead)
+                first = PipelinedCall.first_derivatives(ctx, *constants)
+            return _refusing_second_derivatives(first, [*ctx.tensors, *gradients], ctx.run.instead)
         return PipelinedCall.first_derivatives(ctx, *gradients)
 
     @staticmethod
@@ -116,10 +118,10 @@ class SecondDerivative(torch.autograd.Function):
     constants, and what is computed from them (a gradient penalty) would train nothing."""
 
     @staticmethod
-    def forward(ctx: Any, instead: str, *gradients: torch.Tensor) -> Any:
-        """`instead`: what to do, for the error."""
+    def forward(ctx: Any, instead: str, n: int, *tensors: torch.Tensor) -> Any:
+        """`tensors`: `n` gradients, then all that they depend on. `instead`: what to do, for the error."""
         ctx.instead = instead
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:n])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -129,13 +131,16 @@ class SecondDerivative(torch.autograd.Function):
         )
 
 
-def _refusing_second_derivatives(gradients: tuple[Any, ...], instead: str) -> tuple[Any, ...]:
-    """The same gradients; a backward through them raises AutoparError. `instead`: what to do."""
+def _refusing_second_derivatives(
+    gradients: tuple[Any, ...], sources: Sequence[torch.Tensor | None], instead: str
+) -> tuple[Any, ...]:
+    """The same gradients; a backward through them raises AutoparError. `sources`: what they depend on, so that a
+    derivative for one of those is refused as well. `instead`: what to do."""
     places = [i for i, gradient in enumerate(gradients) if isinstance(gradient, torch.Tensor)]
+    differentiable = [one for one in sources if one is not None and one.requires_grad]
     if not places:
         return gradients
-    with torch.enable_grad():
-        passed = SecondDerivative.apply(instead, *(gradients[i].detach().requires_grad_() for i in places))
+    passed = SecondDerivative.apply(instead, len(places), *(gradients[i].detach() for i in places), *differentiable)
     by_place = dict(zip(places, passed, strict=True))
     return tuple(by_place.get(i, gradient) for i, gradient in enumerate(gradients))
 

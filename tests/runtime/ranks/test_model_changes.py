@@ -16,6 +16,7 @@ from rank_changes import (
     hook_of_both_stages,
     hooks_from_before,
     hooks_where_stages_meet,
+    missing_attribute,
     names_of_groups,
     sparse_after_evaluation,
 )
@@ -50,6 +51,13 @@ def test_backward_hooks_change_gradients_where_stages_meet(ranks: RankPool, plan
 def test_a_full_backward_hook_of_a_module_in_two_stages_is_refused_by_name(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="InputError: module '0' has a full backward hook, begins in stage 0 "):
         ranks.run(hook_of_both_stages, 2)
+
+
+@slow
+def test_a_tensor_of_another_rank_that_is_read_by_its_attribute_is_explained(ranks: RankPool) -> None:
+    first, last = ranks.run(missing_attribute, 2)
+    assert "no attribute 'scale'; since the first call, other ranks have 'scale': change it by its name" in first
+    assert "no attribute 'weight'; since the first call, other ranks have 'weight'" in last
 
 
 def test_parameters_without_values_keep_hooks_and_attributes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from autopar.errors import AutoparError
@@ -88,11 +88,20 @@ def connection_error(error: BaseException) -> str:
     return text[found.start() :].partition(". ")[0] if found else text
 
 
+_explanations: list[Callable[[BaseException], str]] = []
+
+
+def explain_errors(explain: Callable[[BaseException], str]) -> None:
+    """From now on, `described` adds what `explain` says of an error; "" for none that it knows."""
+    _explanations.append(explain)
+
+
 def described(error: BaseException) -> str:
-    """An error's class and message, in one line, as other ranks print it."""
+    """An error's class and message, in one line, as other ranks print it, and what explains it."""
     text = " ".join(str(error).split())
     if is_lost_connection(error):
         return connection_error(error)
+    text = "; ".join(filter(None, [text, *(explain(error) for explain in _explanations)]))
     return f"{type(error).__name__}: {text}"[:_LONGEST] if text else type(error).__name__
 
 

@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.capture import torch_private_ranks
 from autopar.errors import InputError
+from autopar.runtime.ranks.faults.failure import explain_errors
 from autopar.runtime.ranks.world import World
 
 _COPY = (
@@ -37,6 +38,8 @@ _COPY = (
 
 
 _placed: WeakSet[nn.Module] = WeakSet()  # modules of this process whose parameters are on ranks
+
+_all_tables: WeakSet[ModelTables] = WeakSet()  # of this process
 
 
 @dataclass
@@ -62,6 +65,7 @@ class ModelTables:
     """All names of parameters and buffers, once they are placed."""
 
     def __init__(self) -> None:
+        _all_tables.add(self)
         self._entries: list[_Entry] = []
         self._is_whole = False  # inside `whole()`
 
@@ -213,6 +217,20 @@ def check_plain(model: nn.Module) -> None:
 def check_plain_on(world: World, model: nn.Module) -> None:
     """Call `check_plain` on all ranks. If one rank raises, all ranks raise. Collective."""
     world.outcome("reading the model", partial(check_plain, model))
+
+
+def _explained(error: BaseException) -> str:
+    """Why a module lacks an attribute that it was built with."""
+    if not isinstance(error, AttributeError) or not any(t.lacks(error.obj, error.name) for t in list(_all_tables)):
+        return ""
+    return (
+        f"since the first call, other ranks have '{error.name}': change it by its name where it is "
+        "(pm.named_parameters(), pm.named_buffers()), assign a buffer anew on all ranks, or change a module as a whole "
+        "(requires_grad_)"
+    )
+
+
+explain_errors(_explained)
 
 
 def _show(values: Iterable[tuple[_Entry, torch.Tensor | None]]) -> None:

@@ -343,3 +343,26 @@ def test_the_timeout_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIMEOUT_VARIABLE, "soon")
     with pytest.raises(InputError, match=f"{TIMEOUT_VARIABLE}='soon': give seconds"):
         timeout_given()
+
+
+def test_a_rank_that_lives_and_makes_no_call_is_named_once() -> None:
+    first, second = watchers(2)
+    for watcher in (first, second):
+        with watcher.call("train_step"):
+            pass
+    said = []
+    with first.call("train_step"):
+        for _ in range(12):
+            for watcher in (first, second):
+                watcher.heartbeats.beat(watcher.position)
+            said += [first.heartbeats.listen(1.0), second.heartbeats.listen(1.0)]
+    (message,) = filter(None, said)
+    assert message.startswith(
+        "rank 0 has waited for rank 1 for 5 s in call 2, train_step: rank 1 is alive, and has made no call since call 1."
+    )
+    assert first.heartbeats.failure is None
+    with second.call("train_step"):
+        for _ in range(3):
+            for watcher in (first, second):
+                watcher.heartbeats.beat(watcher.position)
+            assert first.heartbeats.listen(1.0) == second.heartbeats.listen(1.0) == ""

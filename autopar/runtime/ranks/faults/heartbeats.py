@@ -42,6 +42,10 @@ class Heartbeats:
         self._n_beats = 0
         self._own = (Position(), 0)  # in the last beat: position, calls that raised
         self._different = ("", 0.0)  # the calls that this rank and its neighbour are in, and for how long, in s
+        self._waiting = (
+            Position(),
+            0.0,
+        )  # where this rank waits for its neighbour to make a call, and for how long, in s
         self._heard: dict[int, tuple[str, float]] = {}  # by rank: its last beat, seconds of ours since it came
 
     def beat(self, position: Position, n_raised: int = 0) -> None:
@@ -72,9 +76,12 @@ class Heartbeats:
         """The last beat of a rank: where the store is gone, the last that this rank heard; "" if it heard none."""
         return self.of([rank]).get(rank, "") or self._heard.get(rank, ("", 0.0))[0]
 
-    def listen(self, elapsed: float) -> None:
+    def listen(self, elapsed: float) -> str:
         """Note the beat of the nearest rank before this one that has not ended; record that it failed after `timeout`
-        seconds without a new one, or that it is in another call. `elapsed`: seconds since the last call."""
+        seconds without a new one, or that it is in another call. `elapsed`: seconds since the last call.
+
+        Returns what to say of a rank that lives and has made no call for `timeout` seconds while this one is in one.
+        """
         for distance in range(1, self._size):
             rank = (self._rank - distance) % self._size
             beat = self.of([rank]).get(rank, "")
@@ -87,7 +94,26 @@ class Heartbeats:
                 cause = f"no sign of life for {self._timeout:g} s: it is stopped, or its machine cannot be reached"
                 self.record(Failure(rank, cause, position_of(beat), self._rank, is_last_beat=True))
             self._compare(rank, beat, elapsed)
-            return
+            return self._late(rank, position_of(beat), elapsed)
+        return ""
+
+    def _late(self, rank: int, other: Position, elapsed: float) -> str:
+        own, _ = self._own
+        if not own.what or other.what or other.call >= own.call:
+            self._waiting = (Position(), 0.0)
+            return ""
+        here = Position(own.call, own.what)
+        before, seconds = self._waiting
+        waited = seconds + elapsed if here == before else 0.0
+        self._waiting = (here, waited)
+        if not seconds <= self._timeout < waited:
+            return ""
+        since = f" since call {other.call}" if other.call else ""
+        return (
+            f"rank {self._rank} has waited for rank {rank} for {self._timeout:g} s {here}: rank {rank} is alive, and has "
+            f"made no call{since}. All ranks must make the same calls in the same order, the script's own collectives "
+            "(torch.distributed.barrier()) included"
+        )
 
     def _compare(self, rank: int, beat: str, elapsed: float) -> None:
         """Record that `rank` and this one have been in different calls for `DIFFERENT` seconds."""

@@ -311,7 +311,8 @@ class Watcher:
             try:
                 self.heartbeats.beat(self.position, self._n_raised)
                 self.heartbeats.known()
-                self.heartbeats.listen(elapsed)
+                if (late := self.heartbeats.listen(elapsed)) != "":
+                    _say(late)
             except RuntimeError:
                 self._store_lost = True
                 return

@@ -111,8 +111,8 @@ class Heartbeats:
         since = f" since call {other.call}" if other.call else ""
         return (
             f"rank {self._rank} has waited for rank {rank} for {self._timeout:g} s {here}: rank {rank} is alive, and "
-            f"has made no call{since}. All ranks must make the same calls in the same order, the script's own collectives "
-            "(torch.distributed.barrier()) included"
+            f"has made no call{since}. All ranks must make the same calls in the same order, the script's own "
+            "collectives (torch.distributed.barrier()) included"
         )
 
     def _compare(self, rank: int, beat: str, elapsed: float) -> None:

@@ -153,7 +153,8 @@ def fitting_batch(leaves: Sequence[Any], inputs: Sequence[Input], opened: Collec
             return None
         if seen.shape is None:
             # The tracer takes the symbol of a number to be at least 0.
-            if leaf != seen.value and (OpenSize(place, None) not in opened or leaf < 0):
+            same = leaf == seen.value or (leaf != leaf and seen.value != seen.value)  # nan
+            if not same and (OpenSize(place, None) not in opened or leaf < 0):
                 return None
             continue
         for dim, (size, captured) in enumerate(zip(leaf.shape, seen.shape, strict=True)):

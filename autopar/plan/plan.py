@@ -287,7 +287,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
         try:
             found = serialization.read(text, cls)
         except ValueError as error:
-            raise PlanError(f"not a plan: {error}") from error
+            raise PlanError(f"not a plan, which is JSON: {error}") from error
         values, problems = found.values, found.problems
         problems += violations(SimpleNamespace(**values))  # no Plan yet: fields that cannot be read are None
         stages = values["stages"] or ()

@@ -365,3 +365,15 @@ def test_a_module_in_another_mode_is_captured_anew(traced: list[str]) -> None:
         x = torch.randn(4, length, 8)
         torch.testing.assert_close(pm(x), original(x))
     assert traced == ["capture_symbolic"] * 2
+
+
+def test_nan_as_a_number_is_the_number_of_the_call_before() -> None:
+    class Filled(nn.Linear):
+        def forward(self, x: torch.Tensor, fill: float) -> torch.Tensor:
+            return super().forward(torch.nan_to_num(x * fill, nan=1.0))
+
+    model, x = Filled(4, 4), torch.randn(4, 4)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], tune=0)
+    for _ in range(2):
+        torch.testing.assert_close(pm(x, float("nan")), model(x, float("nan")))
+    assert len(pm._signatures._captures.known) == 1  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ def degrees_for(tool: str, source: Any) -> ToolDegrees:
         try:
             source = source.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{source}: it cannot be read: {error}") from error
+            raise InputError(f"{source}: it cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return read(source)
 
 

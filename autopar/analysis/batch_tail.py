@@ -33,8 +33,8 @@ from autopar.analysis.placed_graph import PlacedGraph
 from autopar.analysis.sample_states import Mean, Mixed, Unproven
 from autopar.analysis.sample_walk import Walk
 from autopar.analysis.varied_samples import varied
-from autopar.capture.blocks.calls import nested_block
 from autopar.capture.cleanup import aten, cross_entropy_arguments, number_of_targets
+from autopar.capture.mode_blocks.calls import nested_block
 from autopar.capture.node_names import describe
 from autopar.capture.program import Program, is_getitem
 from autopar.capture.torch_private import symbols_in

@@ -6,8 +6,8 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.analysis.operators import KEEP_STATISTICS, bases, compute_nodes, operator_name, writes, written_arguments
-from autopar.capture.blocks.calls import nested_block
 from autopar.capture.cleanup import aten
+from autopar.capture.mode_blocks.calls import nested_block
 from autopar.capture.node_names import describe
 from autopar.capture.program import Program
 from autopar.capture.uncaptured import uncaptured, uncaptured_in

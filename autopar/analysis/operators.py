@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.blocks.calls import call_with_autocast, nested_block
+from autopar.capture.mode_blocks.calls import call_with_autocast, nested_block
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.node_names import module_path
 from autopar.capture.program import Program, is_getitem

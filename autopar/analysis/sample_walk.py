@@ -34,7 +34,7 @@ from autopar.analysis.sample_states import (
     varies,
 )
 from autopar.analysis.shared_memory import Owners, SharedMemory, returned_arguments
-from autopar.capture.blocks.calls import nested_block
+from autopar.capture.mode_blocks.calls import nested_block
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import is_getitem
 

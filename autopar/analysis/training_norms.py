@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from autopar.capture.blocks.calls import nested_block
 from autopar.capture.cleanup import aten
+from autopar.capture.mode_blocks.calls import nested_block
 from autopar.capture.node_names import module_path
 
 

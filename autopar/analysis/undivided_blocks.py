@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.analysis.operators import compute_nodes
-from autopar.capture.blocks.calls import nested_block
-from autopar.capture.blocks.inlined import KEPT
+from autopar.capture.mode_blocks.calls import nested_block
+from autopar.capture.mode_blocks.inlined import KEPT
 from autopar.capture.node_names import describe
 from autopar.capture.program import Program
 

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -48,24 +47,18 @@ class Asking:
         return _STATES[question](on)
 
     def place(self, device_type: str) -> str | None:
-        """The type of device whose operators a block under autocast of `device_type` concerns: those of the stages, or
-        none where their devices are of another type. None where stages run on several types."""
+        """The type of the stages' devices on which a block under autocast of `device_type` changes something. "" if it
+        changes nothing on any, None if stages run on several types of devices."""
         workers = [one for one in self.workers if torch.amp.is_autocast_available(one)]
-        if not workers or device_type not in (self.home, *workers):
+        if not workers:  # a plan is made ahead
             return device_type
+        if device_type not in (self.home, *workers):
+            return ""
         return workers[0] if len(workers) == 1 else None
 
     def holds(self, answers: Collection[Answer]) -> bool:
         """Whether this thread's autocast gives these answers."""
         return all(self.answer(question, device_type) == said for question, device_type, said in answers)
-
-
-class BlockCaller(NamedTuple):
-    """How the caller's autocast fits a block under an autocast of its own."""
-
-    place: str  # type of the devices that the block concerns
-    same: bool  # as the block's: the block changes nothing
-    off: bool  # the caller has none
 
 
 class _Answers:
@@ -82,14 +75,10 @@ class _Answers:
             if torch.amp.is_autocast_available(device_type)  # "meta" has none: torch refuses the question
         }
 
-    def _for_block(self, device_type: str, dtype: torch.dtype | None) -> BlockCaller | None:
-        place = self.asking.place(device_type)
-        if place is None:
-            return None
+    def _for_block(self, device_type: str, dtype: torch.dtype | None) -> bool:
         if not self._noted("is_autocast_enabled", device_type):
-            return BlockCaller(place, dtype is None, off=True)
-        same = dtype is not None and self._noted("get_autocast_dtype", device_type) == dtype
-        return BlockCaller(place, same, off=False)
+            return True
+        return dtype is not None and self._noted("get_autocast_dtype", device_type) == dtype
 
     def _noted(self, question: str, device_type: str) -> bool | torch.dtype:
         known = self._known[question, device_type]
@@ -122,19 +111,17 @@ class _Answers:
 _FUNCTIONS = tuple(name for name in vars(_Answers) if not name.startswith("_"))
 
 
-def caller_of_block(device_type: str, dtype: torch.dtype | None) -> BlockCaller | None:
-    """How the caller's autocast fits a block of the captured model under this one (None: off). It counts as asked.
-
-    None if the devices of the stages are of several types, or if nothing is captured for a call.
-    """
-    answers = getattr(torch.is_autocast_enabled, "__self__", None)
-    return answers._for_block(device_type, dtype) if isinstance(answers, _Answers) else None
-
-
 def place_of_block(device_type: str) -> str | None:
-    """The type of device whose operators such a block concerns; None as for `caller_of_block`."""
+    """`Asking.place` for the call that a model is captured for; None as well if it is captured for no call."""
     answers = getattr(torch.is_autocast_enabled, "__self__", None)
     return answers.asking.place(device_type) if isinstance(answers, _Answers) else None
+
+
+def fits_caller(device_type: str, dtype: torch.dtype | None) -> bool:
+    """Whether the call runs without autocast, or under the one that a block of its model sets. (None: off.) It counts
+    as asked."""
+    answers = getattr(torch.is_autocast_enabled, "__self__", None)
+    return isinstance(answers, _Answers) and answers._for_block(device_type, dtype)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -117,9 +119,9 @@ def register_inputs(tree: tuple[Any, dict[str, Any]], leaves: Sequence[Any]) -> 
 
     Raises InputError for an object of another class: a graph would keep the tensors of the first call.
     """
-    holding = {type(leaf): leaf for leaf in leaves if type(leaf) not in PLAIN_INPUTS and _holds_tensors(leaf, set())}
+    holding = {type(leaf): leaf for leaf in leaves if type(leaf) not in PLAIN_INPUTS and holds_tensors(leaf)}
     for cls, leaf in holding.items():
-        if torch_private.register_type(cls):
+        if (not dataclasses.is_dataclass(cls) or _is_made_of_fields(leaf)) and torch_private.register_type(cls):
             continue
         place = next(i for i, other in enumerate(leaves) if other is leaf)
         part, path = torch_private.tree_paths(tree)[place][1:].split("]", 1)
@@ -133,20 +135,55 @@ def register_inputs(tree: tuple[Any, dict[str, Any]], leaves: Sequence[Any]) -> 
     return bool(holding)
 
 
-def _holds_tensors(value: Any, seen: set[int]) -> bool:
-    """Whether an object has a tensor among its attributes or items, at any depth."""
-    if isinstance(value, torch.Tensor):
-        return bool(seen)  # a leaf that is a tensor is an input
-    if type(value) in PLAIN_INPUTS or isinstance(value, (type, ModuleType)) or id(value) in seen:
+def _is_made_of_fields(value: Any) -> bool:
+    """Whether the fields of a dataclass's object tell all that it holds: torch makes it anew of them."""
+    fields = [field.name for field in dataclasses.fields(value) if field.init]
+    try:
+        anew = type(value)(**{name: getattr(value, name) for name in fields})
+    except Exception:  # of the user's own constructor
         return False
-    seen.add(id(value))
-    held = [*getattr(value, "__dict__", {}).values()]
-    held += [getattr(value, name, None) for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+    return getattr(value, "__dict__", {}).keys() == getattr(anew, "__dict__", {}).keys()
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether an object that is no tensor holds one, at any depth: in attributes, items, a partial call, a closure."""
+    remaining, seen = [value], set[int]()
+    while remaining:
+        one = remaining.pop()
+        if isinstance(one, torch.Tensor):
+            return one is not value
+        if type(one) in PLAIN_INPUTS or isinstance(one, (type, ModuleType)) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        remaining += _held_by(one)
+    return False
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    yield from getattr(value, "__dict__", {}).values()
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            yield getattr(value, f"_{cls.__name__.lstrip('_')}{name}" if private else name, None)
     if isinstance(value, Mapping):
-        held += value.values()
+        yield from value.values()
     elif isinstance(value, (tuple, list, set, frozenset)):
-        held += value
-    return any(_holds_tensors(one, seen) for one in held)
+        yield from value
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
 
 
 def refuse_other_than_dense(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopar.capture.blocks.calls import call_with_autocast, call_with_grad_mode
+from autopar.capture.mode_blocks.calls import call_with_autocast, call_with_grad_mode
 from autopar.capture.rnn import separate_layers
 from cost_models.graphs import Uncompiled
 

@@ -194,7 +194,7 @@ def _export(
         try:
             with _quiet(caught), readable_tf32(), _plain_signature(model, args, kwargs, order) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
-                with registrations_refused(model), assignments.recorded():
+                with registrations_refused(model), assignments.recorded(), torch_private.grad_modes_kept():
                     exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             break
         except (RuntimeError, TypeError) as error:

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import torch_private
+from autopar.capture.mode_blocks.calls import called_graph
 from autopar.capture.module_state import same_view
 from autopar.errors import CaptureError
 from cost_models.graphs import get_attribute
@@ -53,7 +54,7 @@ def unseen_write(module: fx.GraphModule) -> fx.Node | None:
     graph does not read the block's result in its place: no edge of the graph shows that write."""
     order = {node: number for number, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
-        region = _region(module, node)
+        region = called_graph(module, node)
         if region is None:
             continue
         inner, arguments = region
@@ -86,7 +87,7 @@ def _scanned(module: fx.GraphModule, given: Sequence[str | None]) -> tuple[_Writ
             return None, next((aliases[source] for source in shared), None)
         if not shared:
             continue
-        region = _region(module, node)
+        region = called_graph(module, node)
         if region is not None:  # with a grad mode or autocast of its own
             inner, arguments = region
             found, result = _scanned(inner, [aliases.get(x) if isinstance(x, fx.Node) else None for x in arguments])
@@ -102,16 +103,6 @@ def _scanned(module: fx.GraphModule, given: Sequence[str | None]) -> tuple[_Writ
             if source in aliased:
                 aliases[node] = aliases[source]
     return None, None
-
-
-def _region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any]] | None:
-    """The graph that a node calls, and what it passes."""
-    for place, value in enumerate(node.args):
-        if isinstance(value, fx.Node) and value.op == "get_attr":
-            inner = get_attribute(module, str(value.target))
-            if isinstance(inner, fx.GraphModule):
-                return inner, node.args[place + 1 :]
-    return None
 
 
 def _effects(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -1,6 +1,7 @@
 """Model -> Program: one flat torch.fx graph with the original parameter names and a symbolic batch.
 
-    model --export--> graph --repeated_layers--> --shard_regions--> --cleanup--> --module_hooks--> Program
+    model --export--> graph --mode_blocks--> --repeated_layers--> --shard_regions-->
+          --cleanup--> --module_hooks--> Program
 
 torch.export (non-strict) traces the model; torch.fx.symbolic_trace is the fallback for models that it refuses. Training
 and evaluation are two captures, because dropout and batch norm are fixed in the graph.
@@ -22,7 +23,6 @@ from torch import fx, nn
 from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.attention_masks import settle_masks
 from autopar.capture.autocast_answers import Answer
-from autopar.capture.blocks.inlined import inline_blocks
 from autopar.capture.call_answers import CallAnswer
 from autopar.capture.call_inputs import PLAIN_INPUTS, find_batch, refuse_other_than_dense, register_inputs
 from autopar.capture.cleanup import tidy
@@ -36,6 +36,7 @@ from autopar.capture.lost_effects import (
     warn_of_lost_out,
     warn_of_other_generators,
 )
+from autopar.capture.mode_blocks.inlined import inline_blocks
 from autopar.capture.module_state import Generators, own_generators
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.parameter_writes import parameters_kept, refusal, unseen_write, written_parameter

@@ -69,6 +69,32 @@ class CallerState:
                     stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
             yield
 
+    def backward_without_autocast(self, *, of_step: bool) -> tuple[str, ...]:
+        """The types of devices whose autocast is on in the call, and off in its backward: torch's engine takes over the
+        state of the thread that calls backward(), which is this one. `of_step`: the call goes back itself, as a script
+        does that leaves autocast first, which torch recommends."""
+        on = [device_type for device_type, enabled, _ in self.autocast if enabled]
+        return tuple(one for one in on if of_step or not torch.is_autocast_enabled(one))
+
+
+@contextlib.contextmanager
+def autocast_off(device_types: Iterable[str]) -> Iterator[None]:
+    """Inside, there is no autocast for these types of devices."""
+    with contextlib.ExitStack() as stack:
+        for device_type in device_types:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+def go_back(loss: torch.Tensor, *devices: torch.device) -> None:
+    """`loss.backward()` of a training step, without the autocast that the step may run under."""
+    on = [one for one in {"cpu", *(device.type for device in devices)} if torch.is_autocast_enabled(one)]
+    if on:
+        with autocast_off(on):
+            loss.backward()
+    else:
+        loss.backward()
+
 
 @contextlib.contextmanager
 def grad_mode() -> Iterator[None]:

@@ -8,7 +8,6 @@ Those that ranks need are in `torch_private_ranks.py`, those of backwards in `to
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -23,8 +22,8 @@ from typing import Any
 import sympy
 import torch
 import torch.utils.checkpoint
-from torch import nn
-from torch._export.passes import _node_metadata_hook
+from torch import fx, nn
+from torch._export.passes import _node_metadata_hook, replace_set_grad_with_hop_pass
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaConverter
 from torch.utils import _pytree
@@ -268,6 +267,34 @@ def drop_buffer_hooks_of_export() -> None:
             del table[number]
 
 
+@contextlib.contextmanager
+def grad_modes_kept() -> Iterator[None]:
+    """Inside, torch.export keeps the grad modes of blocks within a block under autocast.
+
+    It splits the operators of an autocast at each change of the grad mode, and copies the entry of the autocast to the
+    front of every part. There it looks for the grad mode, finds none, and drops it: what ran under no_grad would get
+    gradients.
+    """
+    module, original = replace_set_grad_with_hop_pass, replace_set_grad_with_hop_pass._is_set_grad_enabled_sub_mod
+
+    def is_block(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
+        owner = node.graph.owning_module
+        if node.op != "call_module" or owner is None:
+            return False
+        skipped = ("placeholder", torch.amp.autocast_mode._enter_autocast)
+        inner = getattr(owner, str(node.target)).graph.nodes
+        first = next((one for one in inner if one.op not in skipped and one.target not in skipped), None)
+        if first is None or first.target is not torch._C._set_grad_enabled:
+            return False
+        return not omit_if_same_with_ambient or first.args[0] != torch.is_grad_enabled()
+
+    module._is_set_grad_enabled_sub_mod = is_block
+    try:
+        yield
+    finally:
+        module._is_set_grad_enabled_sub_mod = original
+
+
 def unknown_output(error: BaseException) -> type | None:
     """The output class that `error` of torch.export does not know; None for other errors.
 
@@ -355,19 +382,21 @@ def register_type(cls: type, model: nn.Module | None = None) -> bool:
     Dataclasses are registered by their fields, and caches of transformers models by transformers' own functions, whose
     module depends on its version.
     """
-    if dataclasses.is_dataclass(cls):
+    if "__dataclass_fields__" in vars(cls):  # not of a class that only inherits them
         try:
             torch.export.register_dataclass(cls)
         except ValueError:  # such as fields that its constructor does not take
             return False
         return True
     if cls.__module__.startswith("transformers."):
-        for place, function, args in (
-            ("transformers.exporters.exporter_dynamo", "register_cache_pytrees_for_model", (model,)),
-            ("transformers.integrations.executorch", "register_dynamic_cache_export_support", ()),
-        ):
-            if args == (None,):
-                continue
+        registering: list[tuple[str, str, tuple[Any, ...]]] = [
+            ("transformers.integrations.executorch", "register_dynamic_cache_export_support", ())
+        ]
+        if model is not None:
+            registering.insert(
+                0, ("transformers.exporters.exporter_dynamo", "register_cache_pytrees_for_model", (model,))
+            )
+        for place, function, args in registering:
             try:
                 register = getattr(importlib.import_module(place), function)
             except (ImportError, AttributeError):

@@ -28,8 +28,8 @@ from autopar.analysis.operators import (
     replicable_nodes,
     write_order,
 )
-from autopar.capture.blocks.calls import nested_block
-from autopar.capture.blocks.inlined import KEPT
+from autopar.capture.mode_blocks.calls import nested_block
+from autopar.capture.mode_blocks.inlined import KEPT
 from autopar.capture.module_hooks import is_entry, is_hook_point
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.program import Program

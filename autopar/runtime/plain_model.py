@@ -10,6 +10,7 @@ from torch import nn
 from autopar.analysis.checked_loss import check_trains, computed_loss
 from autopar.analysis.example import LossFunction
 from autopar.capture import torch_private
+from autopar.capture.thread_state import go_back
 from autopar.errors import AutoparError
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
@@ -62,14 +63,14 @@ def plain_step(
         output = plain_call(model, device, args, kwargs)
         loss = computed_loss(loss_fn, output, target)
         check_trains(loss.requires_grad, loss_fn)
-        loss.backward()
+        go_back(loss, device.torch_device)
     else:
         with recorder.action(Action(Phase.FORWARD, 0, 0), device):
             output = plain_call(model, device, args, kwargs)
             loss = computed_loss(recorder.timed_loss(loss_fn), output, target, loss_fn)
             check_trains(loss.requires_grad, loss_fn)
         with recorder.action(Action(Phase.BACKWARD, 0, 0), device):
-            loss.backward()
+            go_back(loss, device.torch_device)
     return loss.detach(), detached(output) if return_outputs else None
 
 

@@ -12,7 +12,7 @@ from rule_calls import Call, Sizes
 from rule_examples import EXAMPLES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture.blocks.casts import Casts, casts_of
+from autopar.capture.mode_blocks.casts import Casts, casts_of
 from autopar.capture.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from cost_models.measuring.autocast import Autocast
 

@@ -102,7 +102,7 @@ class Mixed(nn.Module):
         with torch.autocast("cpu", BF16):
             h, _ = self.rnn(h)
             with torch.no_grad():
-                gate = (self.teacher(h) > 0).to(h.dtype)
+                gate = self.teacher(h).sigmoid().to(h.dtype)
             h = torch.einsum("btw,wv->btv", self.first(h), self.scale) * gate
             h = self.twice(self.twice(h).tanh()) + h.sum(-1, keepdim=True)
         return h.float(), (h * target).mean((1, 2))
@@ -122,19 +122,39 @@ def total(output: Any) -> torch.Tensor:
     return summed
 
 
+class Detached(nn.Module):
+    """Reads a weight with its gradient and without, in both orders; changes sizes in place; asks for float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 1)
+        self.first, self.last = (nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", BF16):
+            h = self.embedding(x)
+            h = functional.linear(functional.linear(h, self.first), self.first.detach())
+            h = functional.linear(functional.linear(h, self.last.detach()).float(), self.last)
+            y: torch.Tensor = self.head(h).to(torch.float32).squeeze_(-1)
+        return y
+
+
 MODELS: list[tuple[Callable[[], nn.Module], dict[str, int]]] = [
     (Gpt, {"embedding": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1, "head": 1}),
     (Frozen, {"backbone": 0, "neck": 0, "head": 1}),
+    (Detached, {"embedding": 0, "head": 1}),
     (Recurrent, {"embedding": 0, "rnn": 0, "head": 1}),
     (Mixed, {"embedding": 0, "rnn": 0, "first": 0, "twice": 1}),
 ]
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "around"])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize(("make", "split"), MODELS, ids=[make.__name__ for make, _ in MODELS])
 def test_a_model_with_blocks_trains_in_stages_as_alone(
-    make: Callable[[], nn.Module], split: dict[str, int], micro: int
+    make: Callable[[], nn.Module], split: dict[str, int], micro: int, around: bool
 ) -> None:
+    """`around`: the call runs under the same autocast."""
     torch.manual_seed(0)
     model, x = make(), words()
     alone = copy.deepcopy(model)
@@ -143,9 +163,13 @@ def test_a_model_with_blocks_trains_in_stages_as_alone(
     own = torch.optim.SGD(model.parameters(), 0.1)
     other = torch.optim.SGD(alone.parameters(), 0.1)
     for _ in range(3):
-        total(pm(x)).backward()
+        with torch.autocast("cpu", BF16, enabled=around):
+            loss = total(pm(x))
+        loss.backward()
         for part in x.chunk(micro):
-            (total(alone(part)) / micro).backward()
+            with torch.autocast("cpu", BF16, enabled=around):
+                loss = total(alone(part)) / micro
+            loss.backward()
         for one, two in zip(model.parameters(), alone.parameters(), strict=True):
             assert (one.grad is None) == (two.grad is None)
             if one.grad is not None and two.grad is not None:
@@ -210,3 +234,66 @@ def test_the_autocast_of_the_call_decides_whether_a_block_is_divided() -> None:
     pm = autopar.parallelize(model, ["cpu", "cpu"], n_microbatches=2, tune=0)
     with torch.autocast("cpu", torch.float16):
         torch.testing.assert_close(pm(x), torch.cat([alone(part) for part in x.chunk(2)]), rtol=1e-3, atol=1e-3)
+
+
+class Kept(nn.Module):
+    """Under no_grad, operators return what they take; what follows goes on with its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.teacher, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        with torch.no_grad():
+            g = self.teacher(functional.dropout(h.float().flatten(1).to("cpu"), 0.0)).sigmoid()
+        y: torch.Tensor = self.last(h * g)
+        return y
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_what_no_grad_returns_unchanged_keeps_its_gradient(micro: int) -> None:
+    torch.manual_seed(0)
+    model, x = Kept(), torch.randn(SAMPLES, WIDTH, requires_grad=True)
+    alone = copy.deepcopy(model)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=Plan.from_split({"first": 0, "last": 1}, n_microbatches=micro))
+    found = torch.autograd.grad(pm(x).square().sum(), [x, model.first.weight, model.last.weight])
+    expected = torch.autograd.grad(alone(x).square().sum(), [x, alone.first.weight, alone.last.weight])
+    torch.testing.assert_close(found, expected)
+
+
+class Shared(nn.Module):
+    """The first of two blocks that share a weight stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            with torch.autocast("cpu", BF16):
+                h = _Twice.apply(self.first(x))
+            with torch.autocast("cpu", BF16):
+                y: torch.Tensor = self.first(h).float()
+        return self.last(y)
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncaptured")
+def test_a_block_that_stays_whole_leaves_nothing_to_the_next() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(SAMPLES, WIDTH)
+    alone = copy.deepcopy(model)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=Plan.from_split({"first": 0, "last": 1}, n_microbatches=1))
+    found = torch.autograd.grad(pm(x).square().sum(), list(model.parameters()))
+    expected = torch.autograd.grad(alone(x).square().sum(), list(alone.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)  # the plain model sums in bfloat16

@@ -4,11 +4,12 @@ tensors of the first call."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -52,6 +53,56 @@ class Slotted:
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         self.a, self.b = a, b
+
+
+class Private:
+    __slots__ = ("__a", "b")
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.__a, self.b = a, b
+
+    @property
+    def a(self) -> torch.Tensor:
+        return self.__a
+
+
+@dataclass
+class Own(Batch):
+    def __init__(self, both: tuple[torch.Tensor, torch.Tensor]) -> None:
+        super().__init__(*both)
+
+
+class Inherits(Batch):
+    def __init__(self, both: tuple[torch.Tensor, torch.Tensor]) -> None:
+        super().__init__(*both)
+
+
+@dataclass
+class Extended(Batch):
+    """Its objects get an attribute that is no field."""
+
+    more: ClassVar[Any] = 0.0
+
+
+def extended(a: torch.Tensor, b: torch.Tensor) -> Extended:
+    batch = Extended(a, b)
+    batch.more = a + 1  # type: ignore[misc]
+    return batch
+
+
+def chain(a: torch.Tensor, _: torch.Tensor) -> Any:
+    last: Any = Plain(a, a)
+    for _ in range(3000):
+        last = SimpleNamespace(before=last)
+    return last
+
+
+def bound(a: torch.Tensor, b: torch.Tensor) -> Any:
+    class Adds(Plain):
+        def add(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.a
+
+    return Adds(a, b).add
 
 
 class Named(dict[str, torch.Tensor]):
@@ -104,8 +155,19 @@ def test_a_dataclass_is_taken_apart(make: Callable[..., Any]) -> None:
         lambda a, b: UserDict({"a": a, "b": b}),
         lambda a, b: Plain([{"deep": a}], b),  # type: ignore[arg-type]
         lambda _, b: nn.Linear(2, 2),
+        Private,
+        lambda a, b: Own((a, b)),
+        lambda a, b: Inherits((a, b)),
+        extended,
+        chain,
+        bound,
+        lambda a, b: functools.partial(torch.add, a),
+        lambda a, b: lambda x: x + a,
     ],
-    ids=["Plain", "Slotted", "SimpleNamespace", "Named", "UserDict", "deep", "Linear"],
+    ids=[
+        *("Plain", "Slotted", "SimpleNamespace", "Named", "UserDict", "deep", "Linear", "Private", "Own", "Inherits"),
+        *("Extended", "chain", "bound", "partial", "closure"),
+    ],
 )
 @pytest.mark.parametrize("keyword", [False, True])
 def test_another_object_with_tensors_is_refused(make: Callable[..., Any], keyword: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -391,3 +392,44 @@ def test_each_worker_computes_with_its_share_of_the_cores_and_the_callers_settin
     assert seen == [max(1, usable_cores() // n_workers)] * 6
     pm.close()
     assert torch.get_num_threads() == callers_threads
+
+
+class Island(nn.Module):
+    """Computes in float32 where the call runs under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.router, self.b = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        with torch.autocast("cpu", enabled=False):
+            h = self.router(h.float())
+        y: torch.Tensor = self.b(h)
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("call", ["train_step", "outside", "inside"])
+def test_a_backward_has_the_autocast_of_who_calls_it(call: str, schedule: str) -> None:
+    """In float32 where the forward computed so, unless the script goes back under autocast itself."""
+    torch.manual_seed(0)
+    model, x = Island(), torch.randn(8, 16)
+    alone = copy.deepcopy(model)
+    plan = Plan.from_split({"a": 0, "router": 1, "b": 1}, n_microbatches=1, schedule=schedule)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.mse_loss(alone(x).float(), x)
+        if call == "train_step":
+            pm.train_step(x, target=x, loss_fn=lambda output, target: F.mse_loss(output.float(), target))
+        else:
+            loss = F.mse_loss(pm(x).float(), x)
+        if call == "inside":
+            loss.backward()
+            expected.backward()
+    if call != "inside":
+        expected.backward()
+    if call == "outside":
+        loss.backward()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-6, atol=1e-7)

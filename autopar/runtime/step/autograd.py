@@ -65,7 +65,9 @@ class PipelinedCall(torch.autograd.Function):
         results = run.forward()
         outputs = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
         ctx.run, ctx.indices = run, indices
-        ctx.tensors = tensors
+        # For second derivatives. Of others than leaves, torch keeps the values alone: `x += pm(x)` would make a cycle.
+        ctx.leaves = [x for x in tensors if x.requires_grad and x.is_leaf]
+        ctx.save_for_backward(*(x for x in tensors if x.requires_grad and not x.is_leaf))
         ctx.device = next((x.device for _, x in outputs if x.device.type == "cuda"), None)
         ctx.keys = [id(p) for p in tensors[:n_parameters]]
         ctx.places = [i for i, _ in outputs]
@@ -80,7 +82,7 @@ class PipelinedCall(torch.autograd.Function):
             constants = [None if gradient is None else gradient.detach() for gradient in gradients]
             with torch.no_grad():
                 first = PipelinedCall.first_derivatives(ctx, *constants)
-            return _refusing_second_derivatives(first, [*ctx.tensors, *gradients], ctx.run.instead)
+            return _refusing_second_derivatives(first, [*ctx.leaves, *ctx.saved_tensors, *gradients], ctx.run.instead)
         return PipelinedCall.first_derivatives(ctx, *gradients)
 
     @staticmethod

@@ -14,7 +14,7 @@ from autopar.analysis.checked_loss import check_trains, computed_loss
 from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import has_hooks
-from autopar.capture.thread_state import CallerState
+from autopar.capture.thread_state import CallerState, go_back
 from autopar.capture.uncaptured import ChangedResultError, uncaptured_in
 from autopar.plan.plan import Plan
 from autopar.runtime import plain_model
@@ -106,7 +106,7 @@ class CallRunner:
             return self._trained_on(outputs, call)
         # Without the lock: gradients of inputs may go on into another call of this model, on a thread of autograd.
         if loss.requires_grad:
-            loss.backward()
+            go_back(loss, loss.device)
         if not call.return_outputs:
             return loss.detach(), None
         outputs = run.tensors.outputs.finish()[: program.n_outputs]
@@ -170,7 +170,7 @@ class CallRunner:
         target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)
         loss = computed_loss(call.loss, output, target)
         check_trains(loss.requires_grad, call.loss)
-        loss.backward()
+        go_back(loss, loss.device)
         return loss.detach(), detached(output)
 
     def _remember_plain(self, call: CallArguments, bound: BoundCall) -> None:

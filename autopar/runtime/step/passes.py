@@ -17,6 +17,7 @@ import torch
 from autopar.analysis.checked_loss import computed_loss
 from autopar.analysis.example import LossFunction
 from autopar.capture import module_hooks, torch_private, torch_private_autograd
+from autopar.capture.thread_state import autocast_off
 from autopar.lower.deferred_batch_norm import collecting
 from autopar.lower.random_operators import generators_held, mix_seed, seeded
 from autopar.lower.split_backward import GradientRoot, input_part
@@ -44,8 +45,10 @@ class Passes:
         loss: LossFunction | None,
         *,
         keep_graph: bool,
+        without_autocast: Sequence[str] = (),
     ) -> None:
-        """`loss`: the call's, possibly timed. `keep_graph`: another backward of the same call may follow."""
+        """`loss`: the call's, possibly timed. `keep_graph`: another backward of the same call may follow.
+        `without_autocast`: the types of devices whose autocast is off in backwards, though it is on in the call."""
         self._executable = executable
         self._call = call
         self._tensors = tensors
@@ -53,6 +56,13 @@ class Passes:
         self._transfers = transfers
         self._loss_function = loss
         self._keep_graph = keep_graph
+        # What runs again in a backward does so outside of these, or restores its autocast itself.
+        self._autograd: Callable[..., Any] = torch_private_autograd.run_backward
+        self._input_part: Callable[..., Any] = input_part
+        self._without_autocast = without_autocast
+        if without_autocast:
+            decorated = autocast_off(without_autocast)
+            self._autograd, self._input_part = decorated(self._autograd), decorated(self._input_part)
         self._grad = call.state.grad
         self._several = len(call.sizes) > 1  # micro-batches, whose gradients add up
         self._went_back: set[int] = set()  # ids of replicas that have gradients of a micro-batch
@@ -175,7 +185,7 @@ class Passes:
             tensors, of_tensors = zip(*roots, strict=True)
             redraws = replica.stage.uncaptured and replica.stage.random  # in checkpoints of its own
             with generators_held(replica.device) if redraws else nullcontext():
-                torch_private_autograd.run_backward(tensors, of_tensors, self._keep_graph)
+                self._autograd(tensors, of_tensors, self._keep_graph)
             del tensors, of_tensors
         gradients = [_take_gradient(leaf) for leaf in (*kept.model_inputs, *kept.received)]
         if self._several and id(replica) not in self._went_back:
@@ -196,7 +206,7 @@ class Passes:
         wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         # Hooks on what autograd saves would bring all of it back at once: from another memory, or by a second run.
         keep = self._keep_graph or replica.stage.reruns or self._call.state.saved_tensors_hooks is not None
-        wanted_gradients, kept.weights = input_part(roots, [leaves[i] for i in wanted], keep)
+        wanted_gradients, kept.weights = self._input_part(roots, [leaves[i] for i in wanted], keep)
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
         for i, gradient in zip(wanted, wanted_gradients, strict=True):
             gradients[i] = gradient
@@ -217,7 +227,11 @@ class Passes:
             return  # the input action has done all of it
         self._take_kept(replica, microbatch)
         weights, kept.weights = kept.weights, None
-        weights.run(self._keep_graph)
+        if self._without_autocast:
+            with autocast_off(self._without_autocast):
+                weights.run(self._keep_graph)
+        else:
+            weights.run(self._keep_graph)
         if kept.sent is not None:
             living = [storage for sent in kept.sent if (storage := sent()) is not None]
             separate_gradients(replica.leaves, (), living)
@@ -249,7 +263,7 @@ class Passes:
                 return []  # nothing to average, or a constant for these samples
             if not kept.loss_inputs:
                 return [(kept.loss, weight)]
-            kept.loss.backward(weight, retain_graph=self._keep_graph)
+            self._autograd((kept.loss,), (weight,), self._keep_graph)
             gradients = self._guarded([_take_gradient(leaf) for leaf in kept.loss_inputs], weight)
             of_targets = self._guarded([_take_gradient(leaf) for leaf in kept.targets], weight)
             self._store_input_gradients(replica, microbatch, len(self._call.inputs), of_targets)

@@ -129,7 +129,10 @@ class Run:
         loss = self.call.loss if recorder is None or self.call.loss is None else recorder.timed_loss(self.call.loss)
         streams = self.call.state.streams
         transfers = Transfers(streams) if recorder is None else recorder.transfers(streams)
-        acts = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph).acts()
+        off = self.call.state.backward_without_autocast(of_step=not only_backward)
+        acts = Passes(
+            executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph, without_autocast=off
+        ).acts()
         if recorder is not None:
             acts = recorder.timed_acts(acts)
         acts = self._followed(acts, work)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+
+from cost_models.graphs import get_attribute
 
 
 def call_with_grad_mode(enabled: bool, function: Callable[..., Any], *args: Any) -> Any:
@@ -30,7 +32,18 @@ def nested_block(node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None
     """The nested graph that `node` calls, a block of the model under its own grad mode or autocast, and its inputs."""
     if node.target not in (call_with_grad_mode, call_with_autocast) or node.graph.owning_module is None:
         return None
-    place = 1 if node.target is call_with_grad_mode else 4
-    child = node.graph.owning_module.get_submodule(str(node.args[place].target))  # type: ignore[union-attr]
-    assert isinstance(child, fx.GraphModule)
-    return child, tuple(node.args[place + 1 :])
+    return called_graph(node.graph.owning_module, node)
+
+
+def called_graph(owner: nn.Module, node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:
+    """The graph that a node of `owner` calls, and what it passes; None for a node that calls none."""
+    for place, value in enumerate(node.args):
+        if is_graph(owner, value):
+            return get_attribute(owner, str(value.target)), tuple(node.args[place + 1 :])  # type: ignore[union-attr]
+    return None
+
+
+def is_graph(owner: nn.Module, value: Any) -> bool:
+    """Whether an argument of a node of `owner` is a nested graph."""
+    is_attribute = isinstance(value, fx.Node) and value.op == "get_attr"
+    return is_attribute and isinstance(get_attribute(owner, str(value.target)), fx.GraphModule)

@@ -6,8 +6,8 @@
     w -> to bfloat16 -+-> linear -> y
 
 1. Under no_grad, operators read what comes from outside through `detach`.
-2. Under autocast, an explicit cast stands for each that autocast makes (`casts`). A parameter is cast once, as
-   autocast keeps its casts of parameters.
+2. Under autocast, an explicit cast stands for each that autocast makes (`casts`). A parameter is cast once a
+   block, as autocast keeps its casts of parameters.
 3. An operator whose casts cannot be said so is a block of its own.
 
 A block stays whole if the call runs under another autocast, if it writes what may have a gradient under no_grad, or if
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import torch_private
-from autopar.capture.autocast_answers import caller_of_block, place_of_block
-from autopar.capture.blocks.casts import Casts, casts_of
-from autopar.capture.blocks.traced_values import in_dtype, set_dtypes, without_values
+from autopar.capture.autocast_answers import fits_caller, place_of_block
 from autopar.capture.call_answers import types_asked
+from autopar.capture.cleanup import is_assertion
+from autopar.capture.mode_blocks.calls import called_graph, is_graph
+from autopar.capture.mode_blocks.casts import Casts, casts_of
+from autopar.capture.mode_blocks.traced_values import in_dtype, set_dtypes, without_values
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.uncaptured_trace import RefusedError, is_opaque_call
+from autopar.errors import first_line
 from cost_models.graphs import get_attribute, may_have_gradient
 from cost_models.measuring.autocast import Autocast
 
@@ -45,7 +49,7 @@ _META = ("nn_module_stack", "stack_trace")
 
 KEPT = "autopar_kept"  # in the meta of a block's node: why the block stays whole
 
-_UNKNOWN = "what its operators return depends on values"
+_UNKNOWN = "the tracer does not say what it takes"
 _SEVERAL_MODES = "its parts use the cast of a parameter in several grad modes"
 _UNLIKE_CALLER = "the call runs under another autocast; call it without, or under the same one"
 
@@ -59,7 +63,7 @@ class _Modes:
     """What an operator runs under."""
 
     gradients: bool = True
-    autocast: Autocast | None = None  # None: whatever the caller's is
+    autocast: Autocast | None = None
 
 
 @dataclass
@@ -72,26 +76,22 @@ class _Value:
 
 def inline_blocks(module: fx.GraphModule) -> None:
     """Take apart the blocks in the graph of `module`, as torch.export returned it, in place."""
-    graph = module.graph
-    for node in list(graph.nodes):
+    for node in list(module.graph.nodes):
         if node.target not in (_GRAD_MODE, _AUTOCAST):
             continue
-        before, inlining = node.prev, _Inlining(module, node)
-        with graph.inserting_before(node):
-            try:
+        inlining = _Inlining(module, node)
+        try:
+            with module.graph.inserting_before(node), inlining.undone_on_failure():
                 results = inlining.block(module, node, _Modes(), _outer_values(module, node))
-            except (_KeptError, RuntimeError, TypeError) as error:
-                node.meta[KEPT] = str(error) if isinstance(error, _KeptError) else _UNKNOWN
-                while node.prev is not before:
-                    graph.erase_node(node.prev)
-                inlining.drop_names()
-                continue
+        except _KeptError as reason:
+            node.meta[KEPT] = str(reason)
+            continue
         if inlining.mistaken is not None and types_asked():
             raise _mistaken_dtype(inlining.mistaken)
         for item in list(node.users):
             item.replace_all_uses_with(results[item.args[1]].node)
-            graph.erase_node(item)
-        graph.erase_node(node)
+            module.graph.erase_node(item)
+        module.graph.erase_node(node)
 
 
 def _mistaken_dtype(node: fx.Node) -> RefusedError:
@@ -100,35 +100,27 @@ def _mistaken_dtype(node: fx.Node) -> RefusedError:
     return RefusedError(why, module_path(node), why)
 
 
-def _nested(owner: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
-    """The graph of a block."""
-    nested = get_attribute(owner, str(node.args[1 if node.target is _GRAD_MODE else 4].target))  # type: ignore[union-attr]
-    assert isinstance(nested, fx.GraphModule)
-    return nested
+def _nested(owner: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+    """The graph of a block, and what it takes."""
+    found = called_graph(owner, node)
+    assert found is not None
+    return found
 
 
 def _place(owner: fx.GraphModule, node: fx.Node) -> torch.device | None:
     """Where the first autocast in a block applies; None if it has none."""
-    if node.target is _AUTOCAST and (place := place_of_block(str(node.args[0]))) is not None:
+    if node.target is _AUTOCAST and (place := place_of_block(str(node.args[0]))):
         return torch.device(place)
-    nested = _nested(owner, node)
+    nested, _ = _nested(owner, node)
     places = (_place(nested, one) for one in nested.graph.nodes if one.target in (_GRAD_MODE, _AUTOCAST))
     return next((place for place in places if place is not None), None)
-
-
-def _is_graph(owner: nn.Module, node: Any) -> bool:
-    return (
-        isinstance(node, fx.Node)
-        and node.op == "get_attr"
-        and isinstance(get_attribute(owner, str(node.target)), fx.GraphModule)
-    )
 
 
 def _outer_values(module: fx.GraphModule, node: fx.Node) -> dict[fx.Node, _Value]:
     """What the block takes."""
     values = {}
     for source in node.all_input_nodes:
-        if _is_graph(module, source):
+        if is_graph(module, source):
             continue
         value = source.meta.get("val")
         if value is None and source.op == "get_attr":
@@ -137,6 +129,29 @@ def _outer_values(module: fx.GraphModule, node: fx.Node) -> dict[fx.Node, _Value
             raise _KeptError(_UNKNOWN)
         values[source] = _Value(source, value)
     return values
+
+
+@dataclass
+class _State:
+    """What is known of the operators that were inserted for a block."""
+
+    mistaken: fx.Node | None = None
+    names: list[str] = field(default_factory=list)  # that the module got
+    without_gradient: set[fx.Node] = field(default_factory=set)  # results of operators under no_grad
+    detached: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what comes from outside of no_grad -> its detach
+    attached: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the other way round
+    # (parameter, dtype) -> its cast, and whether gradients were recorded
+    cast: dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, bool]] = field(default_factory=dict)
+
+    def copied(self) -> _State:
+        return replace(
+            self,
+            names=list(self.names),
+            without_gradient=set(self.without_gradient),
+            detached=dict(self.detached),
+            attached=dict(self.attached),
+            cast=dict(self.cast),
+        )
 
 
 class _Inlining:
@@ -148,19 +163,35 @@ class _Inlining:
         self._graph = module.graph
         self._node = node
         self._place = _place(module, node)  # of all tensors
-        self.mistaken: fx.Node | None = None  # the tracer gave its result another dtype
-        self._names: list[str] = []  # that the module got
         self._fakes = FakeTensorMode()
-        self._without_gradient: set[fx.Node] = set()  # results of operators under no_grad
-        self._detached: dict[fx.Node, fx.Node] = {}
-        self._cast: dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, bool]] = {}  # parameters; under which grad mode
+        self._state = _State()
+
+    @property
+    def mistaken(self) -> fx.Node | None:
+        """The first node whose result has another dtype than the tracer says."""
+        return self._state.mistaken
+
+    @contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Inside, operators are inserted. If one cannot be, remove them, and raise _KeptError."""
+        before, state = self._node.prev, self._state.copied()
+        try:
+            yield
+        except (_KeptError, RuntimeError, TypeError) as error:
+            while self._node.prev is not before:
+                self._graph.erase_node(self._node.prev)
+            for name in self._state.names[len(state.names) :]:
+                delattr(self._module, name)
+            self._state = state
+            if isinstance(error, _KeptError):
+                raise
+            raise _KeptError(f"torch does not run it without values ({first_line(error)})") from error
 
     def block(self, owner: fx.GraphModule, node: fx.Node, modes: _Modes, values: dict[fx.Node, _Value]) -> list[_Value]:
         """Insert the operators of the block that `node` of `owner` calls; its results."""
         if any(user.target is not operator.getitem for user in node.users):
             raise _KeptError("its result is used as a whole")
-        child, inner = _nested(owner, node), self._modes_inside(node, modes)
-        arguments = node.args[2 if node.target is _GRAD_MODE else 5 :]
+        (child, arguments), inner = _nested(owner, node), self._modes_inside(node, modes)
         taken = [values[x] if isinstance(x, fx.Node) else _Value(x, x) for x in arguments]
         known = dict(zip(child.graph.find_nodes(op="placeholder"), taken, strict=True))
         for value in known.values():
@@ -168,11 +199,11 @@ class _Inlining:
         for one in child.graph.nodes:
             if one.op == "output":
                 return [known[x] if isinstance(x, fx.Node) else _Value(x, x) for x in one.args[0]]
-            if one.op == "get_attr" and not _is_graph(child, one):
+            if one.op == "get_attr" and not is_graph(child, one):
                 known[one] = self._constant(child, one)
             elif one.target in (_GRAD_MODE, _AUTOCAST):
                 known |= self._nested_block(child, one, inner, known)
-            elif one.op not in ("placeholder", "get_attr") and one not in known:
+            elif one.op not in ("placeholder", "get_attr") and one not in known and not is_assertion(one):
                 known[one] = self._operator(one, inner, known)
         raise AssertionError("a graph ends with its output")
 
@@ -180,24 +211,23 @@ class _Inlining:
         self, owner: fx.GraphModule, node: fx.Node, modes: _Modes, known: dict[fx.Node, _Value]
     ) -> dict[fx.Node, _Value]:
         """Insert a block within the block; the values of what is read of it."""
-        before = self._node.prev
         try:
-            results = self.block(owner, node, modes, known)
+            with self.undone_on_failure():
+                results = self.block(owner, node, modes, known)
         except _KeptError as reason:
-            if modes != _Modes():
+            sets_all = node.target is _AUTOCAST or modes.autocast is None  # that its operators run under
+            if not modes.gradients or not sets_all:
                 raise
-            while self._node.prev is not before:
-                self._graph.erase_node(self._node.prev)
             return self._whole(owner, node, known, str(reason))
         return {item: results[item.args[1]] for item in node.users}  # type: ignore[index]
 
     def _whole(
         self, owner: fx.GraphModule, node: fx.Node, known: dict[fx.Node, _Value], reason: str
     ) -> dict[fx.Node, _Value]:
-        nested, name = _nested(owner, node), self._new_name()
+        (nested, _), name = _nested(owner, node), self._new_name()
         self._module.add_module(name, nested)
         held = self._graph.get_attr(name)
-        args = [held if _is_graph(owner, x) else known[x].node if isinstance(x, fx.Node) else x for x in node.args]
+        args = [held if is_graph(owner, x) else known[x].node if isinstance(x, fx.Node) else x for x in node.args]
         outer = self._graph.call_function(node.target, tuple(args))  # type: ignore[arg-type]
         outer.meta = {**node.meta, KEPT: reason}
         items = {}
@@ -214,26 +244,25 @@ class _Inlining:
                 raise _KeptError("it records gradients inside of a block that does not")
             return replace(modes, gradients=modes.gradients and bool(node.args[0]))
         device_type, dtype, enabled, _ = node.args[:4]
+        place = place_of_block(str(device_type))
+        if place == "":
+            return modes
         dtype = (dtype or torch.get_autocast_dtype(str(device_type))) if enabled else None
         assert dtype is None or isinstance(dtype, torch.dtype)
-        caller = caller_of_block(str(device_type), dtype)
-        if caller is None or (modes.autocast is not None and modes.autocast.device_type != caller.place):
+        if place is None or (modes.autocast is not None and modes.autocast.device_type != place):
             raise _KeptError("its devices are of several types")
-        if not caller.same and not caller.off:
+        if not fits_caller(str(device_type), dtype):
             raise _KeptError(_UNLIKE_CALLER)
-        return replace(modes, autocast=None if caller.same else Autocast(caller.place, dtype))
+        # Also under the caller's own: the graph is studied without it.
+        return replace(modes, autocast=None if dtype is None else Autocast(place, dtype))
 
     def _without_values(self, value: Any) -> Any:
         return without_values(value, self._fakes, self._place)
 
     def _new_name(self) -> str:
         name = next(name for i in itertools.count() if not hasattr(self._module, name := f"inlined_{i}"))
-        self._names.append(name)
+        self._state.names.append(name)
         return name
-
-    def drop_names(self) -> None:
-        for name in self._names:
-            delattr(self._module, name)
 
     def _constant(self, child: fx.GraphModule, node: fx.Node) -> _Value:
         tensor = get_attribute(child, str(node.target))
@@ -263,14 +292,27 @@ class _Inlining:
             args, kwargs = self._read_without_gradient(node, args, kwargs, fakes)
         if node.target.namespace.startswith("autopar"):  # a mark of the tracer's
             return self._inserted(node, args, kwargs, self._without_values(node.meta["val"]), modes)
+        casts: Casts | None = Casts()
         with self._fakes, torch.no_grad():
-            if modes.autocast is None or modes.autocast.dtype is None:
-                return self._inserted(node, args, kwargs, node.target(*fakes[0], **fakes[1]), modes)
-            result, casts = casts_of(node.target, *fakes, modes.autocast)
+            if modes.autocast is None:
+                result = node.target(*fakes[0], **fakes[1])
+            else:
+                result, casts = casts_of(node.target, *fakes, modes.autocast)
+        if (unchanged := self._returned(node, result, known)) is not None:
+            return unchanged
         if casts is None:
             return self._alone(node, args, kwargs, result, modes)
         args, kwargs = self._with_casts(node, args, kwargs, casts, modes)
         return self._inserted(node, args, kwargs, result, modes)
+
+    @staticmethod
+    def _returned(node: fx.Node, result: Any, known: dict[fx.Node, _Value]) -> _Value | None:
+        """The value of an operator that returns what it takes, as `x.float()` may do: it stays the same tensor, with
+        its gradient."""
+        if node.target._schema.is_mutable:  # type: ignore[union-attr]
+            return None
+        same = (known[x] for x in node.all_input_nodes if known[x].fake is result)
+        return next(same, None) if isinstance(result, torch.Tensor) else None
 
     def _inserted(self, node: fx.Node, args: Any, kwargs: Any, result: Any, modes: _Modes) -> _Value:
         outer = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
@@ -279,18 +321,18 @@ class _Inlining:
 
     def _typed(self, outer: fx.Node, result: Any, modes: _Modes) -> _Value:
         if set_dtypes(outer, result) and modes.autocast is not None and self.mistaken is None:
-            self.mistaken = outer
+            self._state.mistaken = outer
         if not modes.gradients:
-            self._without_gradient.add(outer)
+            self._state.without_gradient.add(outer)
         return _Value(outer, result)
 
     def _refuse_writes(self, node: fx.Node, args: Any, kwargs: Any, modes: _Modes) -> None:
-        """Under no_grad and autocast only buffers, and what such a block has computed itself, may be written."""
+        """Under no_grad, only buffers may be written, and what was computed under it."""
         for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             written = args[place] if place < len(args) else kwargs.get(argument.name)
-            own = modes.gradients or written in self._without_gradient
+            own = modes.gradients or written in self._state.without_gradient
             if not own and not (isinstance(written, fx.Node) and self._is_buffer(written)):
                 raise _KeptError("it writes what may have a gradient")
 
@@ -303,10 +345,11 @@ class _Inlining:
         for place, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
             if not isinstance(leaf, fx.Node) or not isinstance(value, torch.Tensor):
                 continue
-            if may_have_gradient(value) and leaf not in self._without_gradient and not self._is_buffer(leaf):
-                if leaf not in self._detached:
-                    self._detached[leaf] = self._made(node, aten.detach.default, (leaf,), leaf.meta.get("val"))
-                leaves[place] = self._detached[leaf]
+            if may_have_gradient(value) and leaf not in self._state.without_gradient and not self._is_buffer(leaf):
+                if leaf not in self._state.detached:
+                    new = self._made(node, aten.detach.default, (leaf,), leaf.meta.get("val"))
+                    self._state.detached[leaf], self._state.attached[new] = new, leaf
+                leaves[place] = self._state.detached[leaf]
         result: tuple[Any, Any] = torch_private.tree_unflatten(leaves, spec)
         return result
 
@@ -318,16 +361,15 @@ class _Inlining:
         return args, kwargs if casts.dtype is None else {**kwargs, "dtype": casts.dtype}
 
     def _casted(self, node: fx.Node, source: fx.Node, dtype: torch.dtype, modes: _Modes) -> fx.Node:
-        parameter = source.args[0] if source.target is aten.detach.default else source
-        assert isinstance(parameter, fx.Node)
+        parameter = self._state.attached.get(source, source)
         keeps = modes.autocast is not None and dtype == modes.autocast.dtype
         if keeps and parameter.op == "get_attr" and not self._is_buffer(parameter):
-            cast, gradients = self._cast.get((parameter, dtype), (None, modes.gradients))
+            cast, gradients = self._state.cast.get((parameter, dtype), (None, modes.gradients))
             if gradients != modes.gradients:
                 raise _KeptError(_SEVERAL_MODES)
             if cast is None:
                 cast = self._made(node, aten.to.dtype, (source, dtype), source.meta.get("val"), dtype)
-                self._cast[parameter, dtype] = cast, gradients
+                self._state.cast[parameter, dtype] = cast, gradients
             return cast
         return self._made(node, aten.to.dtype, (source, dtype), source.meta.get("val"), dtype)
 

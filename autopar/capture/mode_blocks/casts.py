@@ -8,6 +8,7 @@ with the dtypes of what they take and return, must be the same.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +22,17 @@ from cost_models.measuring.autocast import Autocast
 
 aten = torch.ops.aten
 
-_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")  # torch logs the failures that a trial may end in
+
+class _Trial(threading.local):
+    """Whether this thread tries casts, which may fail."""
+
+    runs = False
+
+
+_trial = _Trial()
+# torch logs every failure of an operator on tensors without values.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: not _trial.runs)
+
 _CAST = aten._to_copy.default
 # They move or copy elements without changing them, so a cast may come before or after.
 _REARRANGE = frozenset({aten.clone.default, aten._unsafe_view.default, aten._reshape_alias.default})
@@ -74,21 +85,24 @@ def casts_of(
     Tensors in `args` and `kwargs` have no values (they come from a FakeTensorMode), and are where autocast applies.
     """
     leaves, spec = torch_private.tree_flatten((args, kwargs))
+    # For the trials: an operator may change the sizes of what it is given in place (`t_`).
+    before = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     result, wanted, seen = _run(operator, args, kwargs, leaves, autocast)
     if operator._schema.name in _RECURRENT:
         return result, None
-    for casts in _candidates(operator, args, kwargs, leaves, autocast.dtype, seen):
-        cast = [leaf.to(casts.dtypes[i]) if i in casts.dtypes else leaf for i, leaf in enumerate(leaves)]
+    for casts in _candidates(operator, args, kwargs, before, autocast.dtype, seen):
+        fresh = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in before]
+        cast = [leaf.to(casts.dtypes[i]) if i in casts.dtypes else leaf for i, leaf in enumerate(fresh)]
         own_args, own_kwargs = torch_private.tree_unflatten(cast, spec)
         if casts.dtype is not None:
             own_kwargs = {**own_kwargs, "dtype": casts.dtype}
-        _LOGGER.disabled, before = True, _LOGGER.disabled
+        _trial.runs = True
         try:
             other, started, _ = _run(operator, own_args, own_kwargs, cast, None)
         except (RuntimeError, TypeError):  # such as operands of different dtypes
             continue
         finally:
-            _LOGGER.disabled = before
+            _trial.runs = False
         if started == wanted and list(_dtypes(other)) == list(_dtypes(result)):
             return result, casts
     return result, None

@@ -599,3 +599,38 @@ def test_it_is_known_where_operators_take_plain_tensors_beside_dtensors() -> Non
     with implicit_replication():
         assert torch_private_ranks.replicates_plain_tensors()
     assert not torch_private_ranks.replicates_plain_tensors()
+
+
+def test_export_keeps_a_grad_mode_inside_of_an_autocast() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.frozen, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                h = self.first(x)
+                with torch.no_grad():
+                    gate = self.frozen(h)
+                y: torch.Tensor = self.last(h) * gate
+            return y
+
+    model, x = Model(), torch.randn(2, 4)
+    original = torch_private.replace_set_grad_with_hop_pass._is_set_grad_enabled_sub_mod
+    with torch_private.grad_modes_kept():
+        exported = torch.export.export(model, (x,)).module()
+    assert torch_private.replace_set_grad_with_hop_pass._is_set_grad_enabled_sub_mod is original
+    exported(x).float().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    assert [name for name, gradient in gradients.items() if gradient is None] == ["frozen.weight", "frozen.bias"]
+
+
+def test_shapes_of_objects_are_lists_and_those_of_pythons_own_containers_stay() -> None:
+    @dataclasses.dataclass
+    class Pair:
+        a: torch.Tensor
+        b: list[torch.Tensor]
+
+    assert torch_private.register_type(Pair)
+    leaves, spec = torch_private.tree_flatten(({"x": torch.zeros(1)}, Pair(torch.zeros(1), [torch.zeros(1)])))
+    assert torch_private.shapes_tree(spec, range(len(leaves))) == ({"x": 0}, [1, [2]])

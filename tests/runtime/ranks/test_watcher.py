@@ -358,7 +358,7 @@ def test_a_rank_that_lives_and_makes_no_call_is_named_once() -> None:
             said += [first.heartbeats.listen(1.0), second.heartbeats.listen(1.0)]
     (message,) = filter(None, said)
     assert message.startswith(
-        "rank 0 has waited for rank 1 for 5 s in call 2, train_step: rank 1 is alive, and has made no call since call 1"
+        "rank 0 has been in call 2, train_step for 5 s: rank 1 is alive, and has made no call since call 1."
     )
     assert first.heartbeats.failure is None
     with second.call("train_step"):

@@ -42,10 +42,7 @@ class Heartbeats:
         self._n_beats = 0
         self._own = (Position(), 0)  # in the last beat: position, calls that raised
         self._different = ("", 0.0)  # the calls that this rank and its neighbour are in, and for how long, in s
-        self._waiting = (
-            Position(),
-            0.0,
-        )  # where this rank waits for its neighbour to make a call, and for how long, in s
+        self._ahead = (Position(), 0.0)  # the call that the neighbour has not begun, and for how long, in s
         self._heard: dict[int, tuple[str, float]] = {}  # by rank: its last beat, seconds of ours since it came
 
     def beat(self, position: Position, n_raised: int = 0) -> None:
@@ -94,25 +91,28 @@ class Heartbeats:
                 cause = f"no sign of life for {self._timeout:g} s: it is stopped, or its machine cannot be reached"
                 self.record(Failure(rank, cause, position_of(beat), self._rank, is_last_beat=True))
             self._compare(rank, beat, elapsed)
-            return self._late(rank, position_of(beat), elapsed)
+            return self._late(rank, beat, elapsed)
         return ""
 
-    def _late(self, rank: int, other: Position, elapsed: float) -> str:
-        own, _ = self._own
-        if not own.what or other.what or other.call >= own.call:
-            self._waiting = (Position(), 0.0)
+    def _late(self, rank: int, beat: str, elapsed: float) -> str:
+        """What to say of `rank` once this rank has been in a call for `timeout` seconds that `rank` has not begun. A
+        call that raised may have been made by one of them alone."""
+        (own, own_raised), other = self._own, position_of(beat)
+        is_ahead = own.call - own_raised > other.call - raised_until(beat)
+        if not own.what or other.what or not is_ahead:
+            self._ahead = (Position(), 0.0)
             return ""
         here = Position(own.call, own.what)
-        before, seconds = self._waiting
-        waited = seconds + elapsed if here == before else 0.0
-        self._waiting = (here, waited)
-        if not seconds <= self._timeout < waited:
+        before, seconds = self._ahead
+        elapsed = seconds + elapsed if here == before else 0.0
+        self._ahead = (here, elapsed)
+        if not seconds <= self._timeout < elapsed:
             return ""
         since = f" since call {other.call}" if other.call else ""
         return (
-            f"rank {self._rank} has waited for rank {rank} for {self._timeout:g} s {here}: rank {rank} is alive, and "
-            f"has made no call{since}. All ranks must make the same calls in the same order, the script's own "
-            "collectives (torch.distributed.barrier()) included"
+            f"rank {self._rank} has been {here} for {self._timeout:g} s: rank {rank} is alive, and has made no "
+            f"call{since}. All ranks must make the same calls in the same order, the script's own collectives "
+            "(torch.distributed.barrier()) included"
         )
 
     def _compare(self, rank: int, beat: str, elapsed: float) -> None:

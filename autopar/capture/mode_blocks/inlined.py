@@ -329,12 +329,13 @@ class _Inlining:
     def _refuse_writes(self, node: fx.Node, args: Any, kwargs: Any, modes: _Modes) -> None:
         """Under no_grad, only buffers may be written, and what was computed under it."""
         for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            if modes.gradients or argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             written = args[place] if place < len(args) else kwargs.get(argument.name)
-            own = modes.gradients or written in self._state.without_gradient
-            if not own and not (isinstance(written, fx.Node) and self._is_buffer(written)):
-                raise _KeptError("it writes what may have a gradient")
+            for one in written if isinstance(written, (list, tuple)) else [written]:
+                own = isinstance(one, fx.Node) and (one in self._state.without_gradient or self._is_buffer(one))
+                if not own:
+                    raise _KeptError("it writes what may have a gradient")
 
     def _is_buffer(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and not isinstance(get_attribute(self._module, str(node.target)), nn.Parameter)

@@ -15,6 +15,8 @@ from autopar.analysis.rules.table import bind
 from autopar.capture.program import capture
 from cost_models.graphs import get_attribute, tensors_in
 
+# A part of a graph with gradients off: angles of rotary embeddings, computed once for all layers.
+KNOWN = {"call_with_grad_mode"}
 BATCH = 4
 
 FAMILIES = [*CASES, Case("clip", clip, clip_inputs, {}, {})]
@@ -50,11 +52,17 @@ def unruled(case: Case) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES, ids=[case.name.replace(" ", "-") for case in FAMILIES])
-def test_every_operator_of_the_families_has_a_rule(case: Case) -> None:
-    found = unruled(case)
+def test_every_operator_of_the_families_has_a_rule_but_those_known(case: Case) -> None:
+    new = {name: call for name, call in unruled(case).items() if name not in KNOWN}
     advice = (
         "Operators without a rule are done whole by every device, and keep batches from being split. State what they "
-        "do to their dimensions in autopar/analysis/rules (a line of index notation, with examples in "
-        "tests/support/rule_examples.py that prove it).\n"
+        "do to their dimensions in autopar/rules (a line of index notation, with examples in tests/rule_examples.py "
+        "that prove it), or name them in KNOWN with a reason.\n"
     )
-    assert not found, advice + "\n".join(f"{name}: {call}" for name, call in found.items())
+    assert not new, advice + "\n".join(f"{name}: {call}" for name, call in new.items())
+
+
+@pytest.mark.slow
+def test_what_is_known_to_have_no_rule_still_has_none() -> None:
+    llama = next(case for case in CASES if case.name == "llama")
+    assert set(unruled(llama)) == KNOWN

@@ -10,8 +10,8 @@
    block, as autocast keeps its casts of parameters.
 3. An operator whose casts cannot be said so is a block of its own.
 
-A block stays whole if the call runs under another autocast, if it writes what may have a gradient under no_grad, or if
-it holds more than torch's operators. The reason is kept with it.
+A block stays whole if it reads no parameter and no activation, if the call runs under another autocast, if it writes
+what may have a gradient under no_grad, or if it holds more than torch's operators. The reason is kept with it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Value:
 def inline_blocks(module: fx.GraphModule) -> None:
     """Take apart the blocks in the graph of `module`, as torch.export returned it, in place."""
     for node in list(module.graph.nodes):
-        if node.target not in (_GRAD_MODE, _AUTOCAST):
+        if node.target not in (_GRAD_MODE, _AUTOCAST) or not _reads_differentiable(module, node):
             continue
         inlining = _Inlining(module, node)
         try:
@@ -105,6 +105,19 @@ def _nested(owner: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, tuple
     found = called_graph(owner, node)
     assert found is not None
     return found
+
+
+def _reads_differentiable(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a block reads parameters or activations. Others compute little, such as the angles of rotary embeddings,
+    and every layer reads what they return: as one operator, they leave the search for shards a smaller problem."""
+    return any(_is_differentiable(module, source) for source in node.all_input_nodes)
+
+
+def _is_differentiable(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return isinstance(get_attribute(module, str(node.target)), nn.Parameter)
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and may_have_gradient(value)
 
 
 def _place(owner: fx.GraphModule, node: fx.Node) -> torch.device | None:

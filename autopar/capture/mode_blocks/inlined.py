@@ -31,8 +31,9 @@ from autopar.capture import torch_private
 from autopar.capture.autocast_answers import fits_caller, place_of_block
 from autopar.capture.call_answers import types_asked
 from autopar.capture.cleanup import is_assertion
-from autopar.capture.mode_blocks.calls import called_graph, is_graph
+from autopar.capture.mode_blocks.calls import is_graph
 from autopar.capture.mode_blocks.casts import Casts, casts_of
+from autopar.capture.mode_blocks.traced_blocks import AUTOCAST, GRAD_MODE, nested_graph, place_of, reads_differentiable
 from autopar.capture.mode_blocks.traced_values import in_dtype, set_dtypes, without_values
 from autopar.capture.node_names import describe, module_path
 from autopar.capture.uncaptured_trace import RefusedError, is_opaque_call
@@ -42,8 +43,6 @@ from cost_models.measuring.autocast import Autocast
 
 aten = torch.ops.aten
 
-_GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _META = ("nn_module_stack", "stack_trace")
 
 
@@ -77,7 +76,7 @@ class _Value:
 def inline_blocks(module: fx.GraphModule) -> None:
     """Take apart the blocks in the graph of `module`, as torch.export returned it, in place."""
     for node in list(module.graph.nodes):
-        if node.target not in (_GRAD_MODE, _AUTOCAST) or not _reads_differentiable(module, node):
+        if node.target not in (GRAD_MODE, AUTOCAST) or not reads_differentiable(module, node):
             continue
         inlining = _Inlining(module, node)
         try:
@@ -98,35 +97,6 @@ def _mistaken_dtype(node: fx.Node) -> RefusedError:
     """The model's code has asked for dtypes, and this may be one that it got wrong."""
     why = f"{describe(node)} has another dtype under autocast than torch.export says, and the code asks for dtypes"
     return RefusedError(why, module_path(node), why)
-
-
-def _nested(owner: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-    """The graph of a block, and what it takes."""
-    found = called_graph(owner, node)
-    assert found is not None
-    return found
-
-
-def _reads_differentiable(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a block reads parameters or activations. Others compute little, such as the angles of rotary embeddings,
-    and every layer reads what they return: as one operator, they leave the search for shards a smaller problem."""
-    return any(_is_differentiable(module, source) for source in node.all_input_nodes)
-
-
-def _is_differentiable(module: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "get_attr":
-        return isinstance(get_attribute(module, str(node.target)), nn.Parameter)
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and may_have_gradient(value)
-
-
-def _place(owner: fx.GraphModule, node: fx.Node) -> torch.device | None:
-    """Where the first autocast in a block applies; None if it has none."""
-    if node.target is _AUTOCAST and (place := place_of_block(str(node.args[0]))):
-        return torch.device(place)
-    nested, _ = _nested(owner, node)
-    places = (_place(nested, one) for one in nested.graph.nodes if one.target in (_GRAD_MODE, _AUTOCAST))
-    return next((place for place in places if place is not None), None)
 
 
 def _outer_values(module: fx.GraphModule, node: fx.Node) -> dict[fx.Node, _Value]:
@@ -175,7 +145,7 @@ class _Inlining:
         self._module = module
         self._graph = module.graph
         self._node = node
-        self._place = _place(module, node)  # of all tensors
+        self._place = place_of(module, node)  # of all tensors
         self._fakes = FakeTensorMode()
         self._state = _State()
 
@@ -204,7 +174,7 @@ class _Inlining:
         """Insert the operators of the block that `node` of `owner` calls; its results."""
         if any(user.target is not operator.getitem for user in node.users):
             raise _KeptError("its result is used as a whole")
-        (child, arguments), inner = _nested(owner, node), self._modes_inside(node, modes)
+        (child, arguments), inner = nested_graph(owner, node), self._modes_inside(node, modes)
         taken = [values[x] if isinstance(x, fx.Node) else _Value(x, x) for x in arguments]
         known = dict(zip(child.graph.find_nodes(op="placeholder"), taken, strict=True))
         for value in known.values():
@@ -214,7 +184,7 @@ class _Inlining:
                 return [known[x] if isinstance(x, fx.Node) else _Value(x, x) for x in one.args[0]]
             if one.op == "get_attr" and not is_graph(child, one):
                 known[one] = self._constant(child, one)
-            elif one.target in (_GRAD_MODE, _AUTOCAST):
+            elif one.target in (GRAD_MODE, AUTOCAST):
                 known |= self._nested_block(child, one, inner, known)
             elif one.op not in ("placeholder", "get_attr") and one not in known and not is_assertion(one):
                 known[one] = self._operator(one, inner, known)
@@ -228,7 +198,7 @@ class _Inlining:
             with self.undone_on_failure():
                 results = self.block(owner, node, modes, known)
         except _KeptError as reason:
-            sets_all = node.target is _AUTOCAST or modes.autocast is None  # that its operators run under
+            sets_all = node.target is AUTOCAST or modes.autocast is None  # that its operators run under
             if not modes.gradients or not sets_all:
                 raise
             return self._whole(owner, node, known, str(reason))
@@ -237,7 +207,7 @@ class _Inlining:
     def _whole(
         self, owner: fx.GraphModule, node: fx.Node, known: dict[fx.Node, _Value], reason: str
     ) -> dict[fx.Node, _Value]:
-        (nested, _), name = _nested(owner, node), self._new_name()
+        (nested, _), name = nested_graph(owner, node), self._new_name()
         self._module.add_module(name, nested)
         held = self._graph.get_attr(name)
         args = [held if is_graph(owner, x) else known[x].node if isinstance(x, fx.Node) else x for x in node.args]
@@ -252,7 +222,7 @@ class _Inlining:
 
     @staticmethod
     def _modes_inside(node: fx.Node, modes: _Modes) -> _Modes:
-        if node.target is _GRAD_MODE:
+        if node.target is GRAD_MODE:
             if node.args[0] and not modes.gradients:
                 raise _KeptError("it records gradients inside of a block that does not")
             return replace(modes, gradients=modes.gradients and bool(node.args[0]))
@@ -415,7 +385,7 @@ class _Inlining:
         name, autocast = self._new_name(), modes.autocast
         self._module.add_module(name, fx.GraphModule(nn.Module(), graph))
         modes_and_graph = (autocast.device_type, autocast.dtype, True, autocast.cache, self._graph.get_attr(name))
-        block = self._graph.call_function(_AUTOCAST, (*modes_and_graph, *taken))
+        block = self._graph.call_function(AUTOCAST, (*modes_and_graph, *taken))
         block.meta = dict(node.meta)
         if several:
             outer = block

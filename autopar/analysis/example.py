@@ -27,10 +27,10 @@ from autopar.analysis.undivided_blocks import undivided_blocks
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Answer, Asking, answered_as_now
 from autopar.capture.call_answers import CallState, Question, answered_for_call
-from autopar.capture.call_inputs import leaf_names
+from autopar.capture.call_inputs import common_device, flattened, leaf_names
 from autopar.capture.module_state import own_generators, torch_generators_restored
 from autopar.capture.open_sizes import SymbolicProgram
-from autopar.capture.program import OpenSize, Program, capture, common_device, flattened
+from autopar.capture.program import OpenSize, Program, capture
 from autopar.capture.thread_state import grad_mode, neutral_state
 from autopar.errors import CaptureError, InputError, warn
 from cost_models import Device

@@ -9,7 +9,7 @@ from torch import nn
 
 from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
 from autopar.api.cluster_plans import cluster_pricer, priced_on_cluster
-from autopar.capture.program import flattened
+from autopar.capture.call_inputs import flattened
 from autopar.errors import InputError
 from autopar.errors.names import with_checked_names
 from autopar.options import PlanKeywords, PlanOptions

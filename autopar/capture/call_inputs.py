@@ -1,4 +1,4 @@
-"""The flat inputs of a call: their names, and which dimension of each counts samples."""
+"""The flat inputs of a call: their names, devices and batch dimension, and which objects may be inputs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,19 @@ PLAIN_INPUTS = frozenset((torch.Tensor, int, float, complex, bool, str, bytes, t
 """Types of the leaves of most calls: tensors, and what holds none."""
 
 
-def register_inputs(tree: tuple[Any, dict[str, Any]], leaves: Sequence[Any]) -> bool:
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch_private.TreeSpec]:
+    """The flat inputs of a call, and their structure.
+
+    Raises InputError for an object that holds tensors and that torch cannot take apart.
+    """
+    tree = args, dict(sorted(kwargs.items()))
+    leaves, spec = torch_private.tree_flatten(tree)
+    while not PLAIN_INPUTS.issuperset(map(type, leaves)) and _register_inputs(tree, leaves):
+        leaves, spec = torch_private.tree_flatten(tree)  # which may show objects within objects
+    return leaves, spec
+
+
+def _register_inputs(tree: tuple[Any, dict[str, Any]], leaves: Sequence[Any]) -> bool:
     """Register the classes of `leaves` that hold tensors, so that torch takes them apart; whether there are any.
 
     Raises InputError for an object of another class: a graph would keep the tensors of the first call.
@@ -212,3 +224,18 @@ def refuse_other_than_dense(model: nn.Module, args: tuple[Any, ...], kwargs: dic
 
 def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def common_device(model: nn.Module, leaves: Sequence[Any] = ()) -> torch.device:
+    """The device of the model's parameters and buffers; of its flat inputs `leaves` where it has none.
+
+    The CPU if they are on several devices, as those of a pipelined model are: code that names no device means the CPU.
+    """
+    places = {tensor.device for tensor in tensors_of(model)} or {
+        leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)
+    }
+    return places.pop() if len(places) == 1 else torch.device("cpu")
+
+
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]

@@ -21,7 +21,8 @@ from torch import fx
 
 from autopar.capture import torch_private
 from autopar.capture.attention_masks import settle_masks
-from autopar.capture.program import Input, OpenSize, Program, fitting_batch, flattened
+from autopar.capture.call_inputs import flattened
+from autopar.capture.program import Input, OpenSize, Program, fitting_batch
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.attention_masks import settle_masks
 from autopar.capture.autocast_answers import Answer
 from autopar.capture.call_answers import CallAnswer
-from autopar.capture.call_inputs import PLAIN_INPUTS, find_batch, refuse_other_than_dense, register_inputs
+from autopar.capture.call_inputs import common_device, find_batch, flattened, refuse_other_than_dense, tensors_of
 from autopar.capture.cleanup import tidy
 from autopar.capture.export import Traced, Tracers, check_call, trace
 from autopar.capture.layers import repeated_layers
@@ -168,18 +168,6 @@ def fitting_batch(leaves: Sequence[Any], inputs: Sequence[Input], opened: Collec
     return int(batches.pop()) if batches else 0
 
 
-def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch_private.TreeSpec]:
-    """The flat inputs of a call, and their structure.
-
-    Raises InputError for an object that holds tensors and that torch cannot take apart.
-    """
-    tree = args, dict(sorted(kwargs.items()))
-    leaves, spec = torch_private.tree_flatten(tree)
-    while not PLAIN_INPUTS.issuperset(map(type, leaves)) and register_inputs(tree, leaves):
-        leaves, spec = torch_private.tree_flatten(tree)  # which may show objects within objects
-    return leaves, spec
-
-
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -219,7 +207,7 @@ def capture(
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     call = _Call(model, args, kwargs, order, in_spec, dims, batch, frozenset(open_sizes))
     home = common_device(model, leaves) if device is None else device
-    places = {tensor.device for tensor in [*_tensors_of(model), *leaves] if isinstance(tensor, torch.Tensor)}
+    places = {tensor.device for tensor in [*tensors_of(model), *leaves] if isinstance(tensor, torch.Tensor)}
     elsewhere = contextlib.nullcontext() if places <= {home} and device is None else torch_private.fakes_on(home)
     with shown_work(f"capturing {type(model).__name__}"), elsewhere, parameters_kept(model):
         if open_sizes:
@@ -249,21 +237,6 @@ def capture(
         layers=repeated_layers(model),
         device=home,
     )
-
-
-def common_device(model: nn.Module, leaves: Sequence[Any] = ()) -> torch.device:
-    """The device of the model's parameters and buffers; of its flat inputs `leaves` where it has none.
-
-    The CPU if they are on several devices, as those of a pipelined model are: code that names no device means the CPU.
-    """
-    places = {tensor.device for tensor in _tensors_of(model)} or {
-        leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)
-    }
-    return places.pop() if len(places) == 1 else torch.device("cpu")
-
-
-def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from autopar.capture import torch_private
-from autopar.capture.call_inputs import leaf_names, passed_arguments
+from autopar.capture.call_inputs import flattened, leaf_names, passed_arguments
 from autopar.capture.module_hooks import has_hooks
-from autopar.capture.program import flattened
 from autopar.errors import InputError
 from autopar.runtime.ranks.due import Due
 from autopar.runtime.ranks.one_message import on_all_ranks

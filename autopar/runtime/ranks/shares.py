@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from autopar.capture import torch_private
-from autopar.capture.call_inputs import find_batch
-from autopar.capture.program import flattened
+from autopar.capture.call_inputs import find_batch, flattened
 from autopar.errors import InputError, warn
 from autopar.options import BatchDim
 from autopar.runtime.ranks.agreement import CallAgreement, CallKind, CallLeaves, content_of, described

@@ -14,8 +14,8 @@ from torch import nn
 from autopar.analysis.example import LossFunction
 from autopar.analysis.loss_functions import name_of, title_of
 from autopar.analysis.loss_split import LossSplit
+from autopar.capture.call_inputs import flattened
 from autopar.capture.module_state import named_tensors
-from autopar.capture.program import flattened
 from autopar.errors import InputError, PlanError
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan

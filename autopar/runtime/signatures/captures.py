@@ -24,9 +24,9 @@ from autopar.analysis.loss_split import LossSplit
 from autopar.capture import torch_private
 from autopar.capture.autocast_answers import Asking
 from autopar.capture.call_answers import CallState
-from autopar.capture.call_inputs import leaf_names
+from autopar.capture.call_inputs import common_device, flattened, leaf_names
 from autopar.capture.open_sizes import SymbolicProgram
-from autopar.capture.program import OpenSize, Program, common_device, flattened
+from autopar.capture.program import OpenSize, Program
 from autopar.capture.thread_state import grad_mode
 from autopar.runtime.call_checks import UNWRAP, check_model, check_parameters
 from autopar.runtime.own_devices import on_own_devices

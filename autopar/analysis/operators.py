@@ -273,7 +273,8 @@ def _differentiable(node: fx.Node) -> bool:
 
 def move_constants(nodes: Iterable[fx.Node], captured: torch.device, device: torch.device) -> None:
     """Let operators that name the device of the capture (arange, zeros, to) name `device` instead, and blocks under
-    autocast its type: elsewhere, autocast of the capture's type would change nothing."""
+    autocast its type: elsewhere, autocast of the capture's type would change nothing. Without values they keep the type
+    that they had."""
     if device == captured:
         return
 
@@ -286,7 +287,7 @@ def move_constants(nodes: Iterable[fx.Node], captured: torch.device, device: tor
 
     for node in nodes:
         node.args = tuple(moved(a) for a in node.args)
-        if node.target is call_with_autocast and node.args[0] == captured.type:
+        if node.target is call_with_autocast and node.args[0] == captured.type and device.type != "meta":
             node.args = (device.type, *node.args[1:])
         node.kwargs = {k: moved(v) for k, v in node.kwargs.items()}
 

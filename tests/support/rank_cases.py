@@ -86,6 +86,24 @@ class Norms(nn.Module):
         return self.second(self.b(self.twice(2 * x)))
 
 
+class Recurrent(nn.Module):
+    """Its first half runs under an autocast of its own, where its LSTM stays one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.lstm, self.b = nn.Linear(12, 12), nn.LSTM(12, 8, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x, _ = self.lstm(self.a(x))
+        return self.b(x.float())
+
+
+def averaging() -> nn.Module:
+    """torch.export refuses it, so the graph calls its modules as a whole."""
+    return nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12, momentum=None), nn.ReLU(), nn.Linear(12, 5))
+
+
 class Skips(nn.Module):
     """Stage 2 reads what stage 0 made; a frozen layer, and one whose result is not used."""
 
@@ -197,8 +215,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "mixtral": (lambda: without_cache(mixtral), lambda: tokens(8)),
     "t5": (Translator, lambda: tokens(8)),
     "contrast": (Contrast, lambda: torch.randn(8, 12)),
+    "recurrent": (Recurrent, lambda: torch.randn(8, 4, 12)),
+    "averaging": (averaging, lambda: torch.randn(8, 12)),
 }
-SINGLE_PRECISION = {"mixtral"}  # its grouped matrix products know no double precision
+SINGLE_PRECISION = {"mixtral", "recurrent"}  # grouped matrix products and autocast know no double precision
 SPLITS: dict[str, dict[int, dict[str, int]]] = {
     "mlp": {
         2: {str(i): i // 6 for i in range(12)},
@@ -220,6 +240,7 @@ SPLITS: dict[str, dict[int, dict[str, int]]] = {
         3: {"bert.encoder.layer.0": 0, "bert.encoder.layer.1": 1, "classifier": 2},
     },
     "contrast": {2: {"left": 0, "right": 1}},
+    "recurrent": {2: {"a": 0, "lstm": 0, "b": 1}},
     "tied": {2: {"embed": 0, "mix": 0, "head": 1}},
     "shared": {2: {"entry": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "layers.4": 1, "exit": 1}},
     "resnet50": {
@@ -270,7 +291,7 @@ def plan_of(job: Job, model: nn.Module, x: torch.Tensor, n: int) -> Plan | None:
         counts = [int(c) for c in rest.split(",")]
         names = iter(f"cpu:{i}" for i in range(n))
         if len(counts) == 1:
-            return Plan.from_split({"": 0}, devices=[[next(names) for _ in range(n)]], **made)
+            return Plan.from_split({"": 0}, devices=[[next(names) for _ in range(counts[0])]], **made)
         devices = [[next(names) for _ in range(count)] for count in counts]
         return Plan.from_split(SPLITS[job.model][len(counts)], devices=devices, **made)
     if kind == "hand":

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from cost_models.graphs import get_attribute
+from cost_models.kernels.autocast_casts import AutocastCasts
 
 
 def call_with_grad_mode(enabled: bool, function: Callable[..., Any], *args: Any) -> Any:
@@ -25,7 +26,10 @@ def call_with_autocast(
     `cache`: False for torch's default, too, because a tracer switches the cache of casts off.
     """
     with torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache or None):
-        return function(*args)
+        if not any(isinstance(value, torch.Tensor) and value.is_meta for value in args):
+            return function(*args)
+        with AutocastCasts(device_type):  # autocast itself leaves tensors without values alone
+            return function(*args)
 
 
 def nested_block(node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:

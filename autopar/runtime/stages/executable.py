@@ -14,6 +14,7 @@ group's first device drives them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -81,7 +82,10 @@ class Executable:
         self.workers = [worker for rank in self._ranks for worker in rank]  # one per slot
         self._lookup = lookup
         names = {name for stage in lowered.stages for name in stage.parameters}
-        self._constants: dict[str, Any] = {name: get_attribute(program.graph_module, name) for name in names}
+        self._constants: dict[str, Any] = {}
+        for name in names:
+            with suppress(AttributeError):  # of the model's own module, whose tensor another rank has
+                self._constants[name] = get_attribute(program.graph_module, name)
         captured = program.device
         self.parameters = self._move_tensors(placements)
         self._by_id = {id(p): p for p in self.parameters}

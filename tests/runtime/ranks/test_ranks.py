@@ -50,6 +50,13 @@ def test_modules_of_two_stages_train_as_in_one_process(ranks: RankPool) -> None:
     assert_as_one_process(job, ranks.run(trained, 2, job))
 
 
+def test_a_rank_without_a_stage_has_no_part_of_modules_that_run_as_a_whole(ranks: RankPool) -> None:
+    job = Job("averaging", "replicas 1", n_microbatches=1, steps=3)
+    found = ranks.run(trained, 2, job)
+    assert_as_one_process(job, found)
+    assert [one.held > 0 for one in found] == [True, False]
+
+
 SLOW = [
     *[(2, Job("mlp", "chain", schedule)) for schedule in ("gpipe", "zb-h1")],
     *[(3, Job("gpt2", "chain", schedule)) for schedule in ("gpipe", "1f1b", "zb-h1")],
@@ -136,6 +143,7 @@ AUTOCAST = [
     (2, Job("gpt2", "hand tensor=2", autocast=BF16, exact=True)),
     (2, Job("gpt2", "hand data=2 zero=2", autocast=BF16, exact=True)),
     (4, Job("llama", "hand tensor=2 pipeline=2", call="backward", autocast=BF16, exact=True)),
+    (2, Job("recurrent", "chain", exact=True)),
     (2, Job("mlp", "searched", autocast=BF16)),
 ]
 

@@ -48,7 +48,7 @@ class Measured:
 
     They are those under the caller's torch.autocast: of the thread that makes this object.
 
-    `leaves`: the flat inputs of an example call. `n_microbatches`: measure this division of the batch only. `ranks`:
+    `leaves`: the flat inputs of an example call. `n_microbatches`: one that is asked for. `ranks`:
     the processes of the devices, where each has its own; they measure together.
     """
 
@@ -284,7 +284,8 @@ def _sizes(
     The whole batch runs on one worker, micro-batches run with all workers busy; of CPU workers that share cores, as
     many as have some of the `cores` of their own (`CostGraph.crowding` prices the others). GPUs wait for each other's
     launches alone, unless they have their `own_processes`: on one of several, all micro-batches are measured as well,
-    since launches give the seconds by samples a bend. `n_microbatches`: measure this division of the batch only.
+    since launches give the seconds by samples a bend. `n_microbatches`: one that is asked for. Unless its micro-batches
+    are smaller than all of these, the sizes are the same, so that a plan has one price whether it is asked for or found.
     """
     batch = max(program.batch_size, 1)
     whole = [(1, batch)]
@@ -295,12 +296,11 @@ def _sizes(
         together = min(len(devices), on_cores)
     else:
         together = 1 if own_processes else len(_gpus(devices))
-    if n_microbatches is not None:
-        parts = [largest_size(batch, n_microbatches)]
-    else:
-        parts = sorted({max(batching.least_rows, batch // part) for part in (2, 4, 8, 16)}, reverse=True)
+    parts = sorted({max(batching.least_rows, batch // part) for part in (2, 4, 8, 16)}, reverse=True)
     alone = [parts[len(parts) // 2]] if devices[0].shares_process_memory else parts
     few = [(1, size) for size in alone] if together > 1 else []
+    if n_microbatches is not None and (size := largest_size(batch, n_microbatches)) < parts[-1]:
+        parts.append(size)
     return list(
         dict.fromkeys(whole + few + [(together, size) for size in parts])
     )  # each once: one micro-batch is whole
@@ -332,7 +332,7 @@ def measure_costs(
 ) -> CostGraph:
     """The measured cost graph of a call; times in the cache are not measured again. The model is unchanged.
 
-    `n_microbatches`: measure this division of the batch only. `ranks`: the processes of the devices, if each has one.
+    `n_microbatches`: one that is asked for. `ranks`: the processes of the devices, if each has one.
     """
     with measurement_cache(cache) as store, _apart(example):
         source = Measured.of(example, devices, n_microbatches=n_microbatches, cache=store, ranks=ranks)

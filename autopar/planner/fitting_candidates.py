@@ -9,6 +9,9 @@ needs less by the formula takes its place:
       |             '- with less memory <-+- dropped
       '--- bytes of the formula times the smallest excess, where all are dropped
 
+If still none fits, a last search leaves out the stages that have been shown not to fit, one by one: one factor for all
+stages also refuses those that the formula knows better.
+
 Where memory may lack (`_looks_again`), a second search takes the formula's bytes for less than they are, as the formula
 may be too high; of its candidates, too, only those that the rehearsal lets pass are chosen.
 """
@@ -26,14 +29,15 @@ from autopar.planner.inter_op.at_hand import SearchingAtHand
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.inter_op.memory_formula import all_resident
+from autopar.planner.inter_op.problem import RefusedStage
 from autopar.planner.rehearsed_memory import Peaks, rehearsed
 from autopar.planner.search_options import SearchOptions
 
 _FEWER = 0.8  # share of the formula's bytes: it is up to 18 % above what steps of T5 and ResNet-50 hold
 _FEWER_AHEAD = 0.7  # the same for clusters: up to 27 % above what layers that run again hold on a GPU
 _MOST_SEARCHES = 4
-_MOST_FURTHER = 2  # searches for a plan that is faster than one that fits, where still faster ones were dropped
 _MOST_DROPPED = 20  # candidates in whose place others are looked for
+_DROPPED_TIMES_CUTS = 3000  # the same where only single stages are refused: searches over few cuts take little time
 _ALL = 1 + 1e-9  # of the memory, with rounding
 _STEP = 1.005  # the next search asks for this much less memory than what exceeded it
 
@@ -50,6 +54,8 @@ class Found:
     excess: float = math.inf  # smallest share of the memory that a dropped candidate needs; of all searches at the end
     room: float = math.inf  # smallest share of the formula's bytes of a dropped stage that its device has
     dropped: int = 0  # candidates
+    refused: list[tuple[str, int, RefusedStage]] = field(default_factory=list)  # as in `SearchSpace.refused`
+    at_last: bool = False  # whether only refused stages are left out, and no bytes of the formula are corrected
     _peaks: dict[Arrangement, Peaks] = field(default_factory=dict)
 
     def peaks_of(self, candidate: Candidate) -> Peaks:
@@ -74,37 +80,57 @@ class Found:
         self.dropped += 1
         config = candidate.config
         if config == self.searching.searched_config(candidate):  # under 1F1B, a plan for GPipe holds less
-            before = self.searching.bytes_factor(config)
-            self.searching.bytes_factors[config] = max(before * needed, room) * _STEP
+            shares = enumerate(self._shares(candidate))
+            too_large = [stage for stage, share in shares if share > _ALL] if config.chunks == 1 else []
+            refused = self.searching.refused_stages(candidate, too_large)
+            self.refused += refused
+            if self.at_last:
+                self.searching.refused += refused
+            else:
+                before = self.searching.bytes_factor(config)
+                self.searching.bytes_factors[config] = max(before * needed, room) * _STEP
         return False
 
     def _share(self, candidate: Candidate) -> tuple[float, float]:
         """The share of a device's memory that the rehearsed step needs, where that is most, and the share of the
         formula's bytes of this stage that the device has."""
+        shares = self._shares(candidate)
+        needed = max(shares)
+        stage = shares.index(needed)
+        room = self._memory(candidate, stage) / max(1.0, _by_formula(candidate, stage))
+        return needed, room if needed > 0 else math.inf
+
+    def _shares(self, candidate: Candidate) -> list[float]:
+        """Of every stage, the largest share of a device's memory that the rehearsed step needs."""
+        peaks = self.peaks_of(candidate).stages
+        nbytes = [_by_formula(candidate, stage) if one is None else one.peak for stage, one in enumerate(peaks)]
+        return [each / self._memory(candidate, stage) for stage, each in enumerate(nbytes)]
+
+    def _memory(self, candidate: Candidate, stage: int) -> float:
+        """Bytes of the smallest device of a stage."""
         limit = self.searching.options.memory_limit or math.inf
-        arrangement, timeline = candidate.arrangement, candidate.timeline
-        by_formula = timeline.peak_memory or (0,) * timeline.schedule.n_slots
-        needed, room = 0.0, math.inf
-        for stage, (one, groups) in enumerate(zip(self.peaks_of(candidate).stages, arrangement.groups, strict=True)):
-            slots = timeline.schedule.slots_of(stage)
-            peak = one.peak if one is not None else max(by_formula[slot] for slot in slots)
-            share = max(peak / max(1.0, min(group.memory, limit)) for group in groups)
-            if share > needed:
-                needed = share
-                room = peak / share / max(1.0, *(by_formula[slot] for slot in slots))
-        return needed, room
+        return max(1.0, min(limit, *(group.memory for group in candidate.arrangement.groups[stage])))
 
     def choose(self, choose: Choose) -> Candidate | None:
         """The best candidate that fits; None if there is none."""
         self.best = None
-        quick, refused = _is_quick(self.searching), self.searching.bytes_factors
+        quick, most = _is_quick(self.searching), _MOST_DROPPED
+        if self.at_last:
+            most = max(most, _DROPPED_TIMES_CUTS // self.searching.n_cuts)
         while self.candidates and self.best is None:
             best = choose(self.searching.costs, self.candidates)
             if self.fits(best):
                 self.best = best
-            elif quick and best.config in refused and self.dropped <= _MOST_DROPPED:
+            elif quick and best.config == self.searching.searched_config(best) and self.dropped <= most:
                 self.candidates += self.searching.searched_again(best.config)
         return self.best
+
+
+def _by_formula(candidate: Candidate, stage: int) -> float:
+    """Bytes on the fullest device of a stage, as the search adds them up."""
+    timeline = candidate.timeline
+    peaks = timeline.peak_memory or (0,) * timeline.schedule.n_slots
+    return max(peaks[slot] for slot in timeline.schedule.slots_of(stage))
 
 
 def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshes: MeshChoices | None = None) -> Found:
@@ -112,17 +138,16 @@ def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshe
     found = _searched(costs, options, choose, meshes)
     for width in found.searching.only_on_some_devices:
         found = _faster(found, _searched(costs, options, choose, meshes, width))
-    searches = [found]
+    searches, quick = [found], _is_quick(found.searching)
+    if quick and found.dropped:
+        # Corrected bytes of all stages may refuse what fits, and steps that do not fit have cut the search short.
+        searches.append(_without_refused(costs, options, choose, meshes, found.best, searches))
+        found = _faster(found, searches[-1])
     if costs.rehearsal is not None and costs.alone and _looks_again(found):
-        searches.append(_with_fewer_bytes(costs, options, choose, found.best))
-        found = _faster(*searches)
-        refused = searches[0]
-        for _ in range(_MOST_FURTHER if found.best is not None else 0):
-            if not refused.dropped:
-                break
-            # Steps that do not fit have cut the search short.
-            refused = _searched(costs, options, choose, None, known=refused.searching)
-            found = _faster(found, refused)
+        # Stages on meshes are not rehearsed, and so gain nothing.
+        fewer = replace(options, bytes_factor=_FEWER if costs.cluster is None else _FEWER_AHEAD)
+        searches.append(_without_refused(costs, fewer, choose, None, found.best, searches))
+        found = _faster(found, searches[-1])
     for _ in range(_MOST_SEARCHES):
         if found.best is not None or not math.isfinite(found.excess):
             break
@@ -156,12 +181,19 @@ def _may_lack_memory(searching: Searching) -> bool:
     return nbytes > _FEWER * min(map(searching.memory, searching.costs.groups))
 
 
-def _with_fewer_bytes(costs: CostGraph, options: SearchOptions, choose: Choose, known: Candidate | None) -> Found:
-    """What a search with fewer bytes finds that may be faster than the known plan. It has no meshes: stages on meshes
-    are not rehearsed, and so gain nothing."""
-    factor = _FEWER if costs.cluster is None else _FEWER_AHEAD
+def _without_refused(
+    costs: CostGraph,
+    options: SearchOptions,
+    choose: Choose,
+    meshes: MeshChoices | None,
+    known: Candidate | None,
+    searches: Sequence[Found],
+) -> Found:
+    """What a search finds that may be faster than the known plan, without the stages that earlier ones have shown not
+    to fit."""
+    refused = [one for search in searches for one in search.refused] if _is_quick(searches[0].searching) else None
     seconds = math.inf if known is None else known.timeline.step_time
-    return _searched(costs, replace(options, bytes_factor=factor), choose, None, faster_than=seconds)
+    return _searched(costs, options, choose, meshes, faster_than=seconds, refused=refused)
 
 
 def _faster(found: Found, other: Found) -> Found:
@@ -179,20 +211,20 @@ def _searched(
     choose: Choose,
     meshes: MeshChoices | None,
     apart: int | None = None,
-    known: Searching | None = None,
     *,
     faster_than: float = math.inf,
+    refused: Sequence[tuple[str, int, RefusedStage]] | None = None,
 ) -> Found:
-    """`apart`: see `SearchSpace`. `known`: an earlier search, whose rehearsals count here, too. `faster_than`: seconds
-    of a known step; for a cluster, plans that cannot be faster may be left out."""
+    """`apart`: see `SearchSpace`. `faster_than`: seconds of a known step; for a cluster, plans that cannot be faster
+    may be left out. `refused`: the stages that a last search leaves out."""
     if costs.cluster is not None:
         searching: Searching = SearchingAhead(costs, options, meshes, apart, faster_than=faster_than)
     else:
         searching = Searching(costs, options)
         if meshes is not None and (meshes.may_gain_time or _may_lack_memory(searching)):
             searching = SearchingAtHand(costs, options, meshes, apart)
-    searching.bytes_factors |= known.bytes_factors if known is not None else {}
-    found = Found(searching)
+    searching.refused += refused or ()
+    found = Found(searching, at_last=refused is not None)
     searching.fits = found.would_fit
     found.candidates = searching.run()
     best = found.choose(choose)

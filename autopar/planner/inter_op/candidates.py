@@ -36,11 +36,12 @@ from autopar.planner.inter_op.cut_selection import (
 from autopar.planner.inter_op.device_assignment import assign_groups
 from autopar.planner.inter_op.moved_boundaries import partitions_near
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.problem import Problem, RefusedStage
 from autopar.planner.inter_op.search_counts import FEW_DEVICES
 from autopar.planner.inter_op.search_space import SearchSpace
 from autopar.planner.inter_op.solution import Solution
 from autopar.planner.inter_op.space import Space
+from autopar.planner.inter_op.stage_costs import in_flight
 from autopar.planner.predicted_step import PredictedStep
 from autopar.planner.priced_step import predicted_step
 from autopar.planner.search_options import SearchOptions
@@ -130,7 +131,7 @@ class Searching(SearchSpace):
         counts = self.counts_of(config)
         solution = solve(problem, counts, cutoff=cutoff, tolerance=tolerance, exactly=config.chunks > 1)
         bound = cutoff * (1 - tolerance) if solution is None else solution.bound
-        if config in self.bytes_factors:  # plans with more bytes may fit, too
+        if config in self.bytes_factors or problem.refused:  # plans with more bytes may fit, too
             bound = min(bound, self.bounds.get(config, self.relaxed(config)))
         self.bounds[config] = bound
         return None if solution is None else solution.copied(config.copies)
@@ -147,6 +148,21 @@ class Searching(SearchSpace):
             return []
         found = PartitionResult(problem, solution.copied(config.copies), self.complete)
         return self._with_moved(list(self._candidates(config, found)))
+
+    def refused_stages(self, candidate: Candidate, numbers: Sequence[int]) -> list[tuple[str, int, RefusedStage]]:
+        """Some stages of a candidate, for `refused`."""
+        config, problem, stages = candidate.config, candidate.found.problem, candidate.solution.stages
+        replicas = [stage.replicas // config.copies for stage in stages]
+        most_groups = problem.most_groups(self.counts_of(config))
+        found = []
+        for number in numbers:
+            one, kind = stages[number], problem.kinds[stages[number].kind]
+            cuts, pool = problem.space.cuts, problem.pools[one.kind]
+            own, after = replicas[number], sum(replicas[number + 1 :])
+            n = in_flight(problem, most_groups, own, after)
+            stage = RefusedStage((pool, kind.name), one.recompute, cuts[one.start], cuts[one.stop], n)
+            found.append((config.schedule, config.n_microbatches, stage))
+        return found
 
     def take_in(self, other: Searching) -> None:
         """Add the meshes of another search for the same devices, and its bounds."""

@@ -66,6 +66,20 @@ class Captured:
         return Captured(PassSeconds(*(a[chosen] for a in self.each)), self.modes)
 
 
+@dataclass(frozen=True, eq=False)
+class RefusedStage:
+    """A stage that a rehearsal has shown not to fit, with so many micro-batches in flight or more.
+
+    One with more atoms may fit, as it may send less.
+    """
+
+    kind: tuple[int, str]  # pool, name
+    recompute: int  # a `Recompute`
+    start: np.ndarray  # bool [n]: the cut before it
+    stop: np.ndarray  # bool [n]: the cut after it
+    in_flight: int  # micro-batches that a replica holds
+
+
 @dataclass(frozen=True)
 class Problem:
     """What to partition, over which devices, at which number of micro-batches; checked on creation.
@@ -100,6 +114,7 @@ class Problem:
     sends_behind: bool = False  # whether transfers run behind the passes of other micro-batches
     chunks: int = 1  # stages of each device (interleaved); a device then counts as this many, without replicas
     share: float | None = None  # of the batch's bytes that a micro-batch has; default 1 / n_microbatches
+    refused: tuple[RefusedStage, ...] = ()
     known: KnownSeconds = field(default_factory=KnownSeconds, repr=False, compare=False)  # shared with other problems
 
     def __post_init__(self) -> None:

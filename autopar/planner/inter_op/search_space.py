@@ -24,7 +24,7 @@ from autopar.planner.inter_op.kind_times import accumulation_of, by_kind, captur
 from autopar.planner.inter_op.memory_formula import resident_bytes
 from autopar.planner.inter_op.mesh_places import counts_exactly, devices_by_node
 from autopar.planner.inter_op.optimizer_seconds import stepped
-from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.problem import Problem, RefusedStage
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
 from autopar.planner.inter_op.search_counts import (
     FEW_DEVICES,
@@ -95,6 +95,8 @@ class SearchSpace:
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
         self._known_kinds: dict[tuple[int, int], DeviceKind] = {}
         self.bytes_factors: dict[Config, float] = {}  # what rehearsals have shown, in place of `options.bytes_factor`
+        # The same of single stages: (schedule, n_microbatches, stage).
+        self.refused: list[tuple[str, int, RefusedStage]] = []
 
     def problem(self, m: int, schedule: str, counts: Used, chunks: int = 1, space: Space | None = None) -> Problem:
         """The partition problem for `m` micro-batches, with the times of operators on that many busy devices."""
@@ -142,6 +144,8 @@ class SearchSpace:
             sends_behind=costs.overlap.sends and behind,
             chunks=chunks,
             share=largest_size(costs.batch_size, m) / costs.batch_size,  # of the largest micro-batch
+            # With fewer micro-batches, each of them is larger.
+            refused=tuple(one for name, n, one in self.refused if rehearsed and name == schedule and n >= m),
             known=self._known_seconds,
         )
 

@@ -22,6 +22,7 @@ from autopar.schedule.builders import INTERLEAVED, in_flight_limit, interleaved_
 
 # Beyond this many devices, only numbers of replicas that change ceil(m / r) are candidates: 2 sqrt(m) of them.
 _ALL_REPLICAS = 8
+_NOT_REFUSED = np.iinfo(np.int64).max  # micro-batches
 _ROUNDING = 1e-12  # share of an objective that may be due to rounding
 
 
@@ -55,6 +56,7 @@ class Costs:
             for recompute in self._recompute()
         ]
         self._pairs = problem.space.tables.pairs
+        self._refused_from = {mode: self._in_flight_refused(mode) for mode in self.modes}
         self._seconds = {kind: problem.seconds_of(kind) for kind in dict.fromkeys(mode.kind for mode in self.modes)}
         self._known_terms: dict[tuple[Mode, Lane, bool, bool], Terms] = {}
         self.terms: dict[Mode, Terms] = {}
@@ -93,16 +95,35 @@ class Costs:
         roomy = np.zeros(len(self._pairs.start), dtype=bool)  # whether a faster mode always fits
         for other in faster:
             known = self.terms[other]
-            roomy |= np.isfinite(known.fill) & (known.once + most * known.each <= memory)
+            roomy |= self._possible(other, most) & (known.once + most * known.each <= memory)
         if mode.recompute and roomy.all():
             return None
         terms, needless = self.terms_of(mode, 1), roomy if mode.recompute else np.zeros_like(roomy)
         for other in faster:
             known = self.terms[other]
             no_more = (known.once + k * known.each <= terms.once + k * terms.each for k in (1, most))
-            needless = needless | (np.isfinite(known.fill) & np.logical_and(*no_more))
+            needless = needless | (self._possible(other, most) & np.logical_and(*no_more))
         fill = np.where(needless, math.inf, terms.fill)
         return replace(terms, fill=fill) if np.isfinite(fill).any() or not mode.recompute else None
+
+    def _possible(self, mode: Mode, in_flight: int) -> np.ndarray:
+        """Whether there is such a stage, and none with so many micro-batches in flight is refused, [n_pairs]."""
+        return np.isfinite(self.terms[mode].fill) & (self._refused_from[mode] > in_flight)
+
+    def _in_flight_refused(self, mode: Mode) -> np.ndarray:
+        """The fewest micro-batches in flight with which a stage is refused, [n_pairs]."""
+        problem, cuts = self.problem, self.problem.space.cuts
+        fewest = np.full(len(self._pairs.start), _NOT_REFUSED)
+        for one in problem.refused:
+            if (
+                one.kind == (problem.pools[mode.kind], problem.kinds[mode.kind].name)
+                and one.recompute == mode.recompute
+            ):
+                start, stop = (np.flatnonzero((cuts == cut).all(axis=1)) for cut in (one.start, one.stop))
+                if start.size and stop.size:
+                    pair = self.pair(int(start[0]), int(stop[0]))
+                    fewest[pair] = min(fewest[pair], one.in_flight)
+        return fewest
 
     @property
     def one_width(self) -> bool:
@@ -212,18 +233,13 @@ class Costs:
 
     def fits(self, mode: Mode, replicas: int, after: int, start: int, stop: int) -> bool:
         """Whether a stage fits its devices with `after` replicas of later stages."""
+        if self.in_flight(replicas, after) >= self._refused_from[mode][self.pair(start, stop)]:
+            return False
         return self.needed(mode, replicas, after, start, stop) <= self.memory(mode.kind)
 
     def in_flight(self, replicas: int, after: int) -> int:
-        """Micro-batches that a replica of a stage holds at most, with `after` replicas of later stages.
-
-        All replicas of a plan count as `most_groups` where a schedule's limit depends on their number.
-        """
-        p = self.problem
-        if p.schedule in INTERLEAVED:
-            whole = interleaved_in_flight_limit(p.schedule, p.n_microbatches, self.most_groups // p.chunks, p.chunks, 0)
-            return math.ceil(whole / p.chunks)
-        return in_flight_limit(p.schedule, p.n_microbatches, replicas, replicas + after, self.most_groups)
+        """Micro-batches that a replica of a stage holds at most, with `after` replicas of later stages."""
+        return in_flight(self.problem, self.most_groups, replicas, after)
 
     def needed(self, mode: Mode, replicas: int, after: int, start: int, stop: int) -> float:
         """Bytes on each device of a stage."""
@@ -299,6 +315,7 @@ class Costs:
         # Division rounds; the limit is a product.
         room = np.where((room < most) & (terms.once + (room + 1) * terms.each <= memory), room + 1, room)
         room = np.where((room >= 0) & (terms.once + room * terms.each > memory), room - 1, room)
+        room = np.minimum(room, self._refused_from[mode] - 1)
         return np.where(self._stepping(mode.kind) > memory, -1, room)
 
     def _replicated(self, mode: Mode) -> Iterator[tuple[int, _Choice]]:
@@ -347,6 +364,18 @@ class Costs:
             most = self.most_groups - replicas
             self._known_limits[replicas] = tuple(self.in_flight(replicas, after) for after in range(most + 1))
         return self._known_limits[replicas]
+
+
+def in_flight(problem: Problem, most_groups: int, replicas: int, after: int) -> int:
+    """Micro-batches that a replica of a stage holds at most, with `after` replicas of later stages.
+
+    All replicas of a plan count as `most_groups` where a schedule's limit depends on their number.
+    """
+    m, schedule = problem.n_microbatches, problem.schedule
+    if schedule in INTERLEAVED:
+        whole = interleaved_in_flight_limit(schedule, m, most_groups // problem.chunks, problem.chunks, 0)
+        return math.ceil(whole / problem.chunks)
+    return in_flight_limit(schedule, m, replicas, replicas + after, most_groups)
 
 
 def _allowed(tables: Tables, recompute: int) -> np.ndarray:

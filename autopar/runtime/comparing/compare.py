@@ -62,10 +62,10 @@ def compare_at_hand(
         if None in plans.values():
             sharded = checked_width(plan_as_sharded(example, devices, search), options.max_shards)
         plans = {name: sharded if plan is None else plan for name, plan in plans.items()}
-    # A plan made by hand may split the batch differently from the options: then every size is measured.
-    only = search.n_microbatches if all(plan is None for plan in plans.values()) else None
+    asked = [search.n_microbatches if plan is None else plan.n_microbatches for plan in plans.values()]
+    most = max((m for m in asked if m is not None), default=None)
     cache = options.cache
-    costs = measure_costs(example, devices, n_microbatches=only, cache=cache, progress=progress)
+    costs = measure_costs(example, devices, n_microbatches=most, cache=cache, progress=progress)
     wanted = options.max_shards if None in plans.values() else None
     at_hand = shards_at_hand(example, costs, search, wanted, cache=cache, progress=progress)
     costs = with_shards(at_hand.costs, widest_mesh(plans.values()), cache=cache, progress=progress)

@@ -88,7 +88,7 @@ def priced_at_hand(
     `plan_at_hand`."""
     plan.check_model(example.model)
     example, search = search_options(example, options, len(devices))
-    costs = _measured(example, devices, options, None, progress, ranks)
+    costs = _measured(example, devices, options, plan.n_microbatches, progress, ranks)
     call = ComparedCall(example, RunSettings.of(options))
     compiled = with_compiled(costs, call, search, cache=options.cache, progress=progress)
     costs = with_shards(compiled.costs, widest_mesh([plan]), cache=options.cache, progress=progress, ranks=ranks)
@@ -108,8 +108,7 @@ def _measured(
     progress: Progress,
     ranks: JobRanks | None = None,
 ) -> CostGraph:
-    """What the call costs: its operators, and Python itself. `n_microbatches`: measure this division of the batch
-    only."""
+    """What the call costs: its operators, and Python itself. `n_microbatches`: one that is asked for."""
     cache = options.cache
     costs = measure_costs(example, devices, n_microbatches=n_microbatches, cache=cache, progress=progress, ranks=ranks)
     python = python_overhead(costs.devices if ranks is None else costs.devices[:1], cache=cache)

@@ -284,8 +284,8 @@ def _sizes(
     The whole batch runs on one worker, micro-batches run with all workers busy; of CPU workers that share cores, as
     many as have some of the `cores` of their own (`CostGraph.crowding` prices the others). GPUs wait for each other's
     launches alone, unless they have their `own_processes`: on one of several, all micro-batches are measured as well,
-    since launches give the seconds by samples a bend. `n_microbatches`: one that is asked for. Unless its micro-batches
-    are smaller than all of these, the sizes are the same, so that a plan has one price whether it is asked for or found.
+    since launches give the seconds by samples a bend. `n_microbatches`: one that is asked for. It adds a size only
+    where its micro-batches are smaller than all others: a plan has one price, whether they are asked for or found.
     """
     batch = max(program.batch_size, 1)
     whole = [(1, batch)]

@@ -37,7 +37,7 @@ _FEWER = 0.8  # share of the formula's bytes: it is up to 18 % above what steps 
 _FEWER_AHEAD = 0.7  # the same for clusters: up to 27 % above what layers that run again hold on a GPU
 _MOST_SEARCHES = 4
 _MOST_DROPPED = 20  # candidates in whose place others are looked for
-_DROPPED_TIMES_CUTS = 3000  # the same where only single stages are refused: searches over few cuts take little time
+_DROPPED_TIMES_CUTS = 6000  # the same where only single stages are refused: searches over few cuts take little time
 _ALL = 1 + 1e-9  # of the memory, with rounding
 _STEP = 1.005  # the next search asks for this much less memory than what exceeded it
 
@@ -54,7 +54,7 @@ class Found:
     excess: float = math.inf  # smallest share of the memory that a dropped candidate needs; of all searches at the end
     room: float = math.inf  # smallest share of the formula's bytes of a dropped stage that its device has
     dropped: int = 0  # candidates
-    refused: list[tuple[str, int, RefusedStage]] = field(default_factory=list)  # as in `SearchSpace.refused`
+    refused: list[tuple[tuple[str, int], RefusedStage]] = field(default_factory=list)  # as in `SearchSpace.refused`
     at_last: bool = False  # whether only refused stages are left out, and no bytes of the formula are corrected
     _peaks: dict[Arrangement, Peaks] = field(default_factory=dict)
 
@@ -213,7 +213,7 @@ def _searched(
     apart: int | None = None,
     *,
     faster_than: float = math.inf,
-    refused: Sequence[tuple[str, int, RefusedStage]] | None = None,
+    refused: Sequence[tuple[tuple[str, int], RefusedStage]] | None = None,
 ) -> Found:
     """`apart`: see `SearchSpace`. `faster_than`: seconds of a known step; for a cluster, plans that cannot be faster
     may be left out. `refused`: the stages that a last search leaves out."""

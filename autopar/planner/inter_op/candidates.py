@@ -149,7 +149,9 @@ class Searching(SearchSpace):
         found = PartitionResult(problem, solution.copied(config.copies), self.complete)
         return self._with_moved(list(self._candidates(config, found)))
 
-    def refused_stages(self, candidate: Candidate, numbers: Sequence[int]) -> list[tuple[str, int, RefusedStage]]:
+    def refused_stages(
+        self, candidate: Candidate, numbers: Sequence[int]
+    ) -> list[tuple[tuple[str, int], RefusedStage]]:
         """Some stages of a candidate, for `refused`."""
         config, problem, stages = candidate.config, candidate.found.problem, candidate.solution.stages
         replicas = [stage.replicas // config.copies for stage in stages]
@@ -161,7 +163,7 @@ class Searching(SearchSpace):
             own, after = replicas[number], sum(replicas[number + 1 :])
             n = in_flight(problem, most_groups, own, after)
             stage = RefusedStage((pool, kind.name), one.recompute, cuts[one.start], cuts[one.stop], n)
-            found.append((config.schedule, config.n_microbatches, stage))
+            found.append(((config.schedule, config.n_microbatches), stage))
         return found
 
     def take_in(self, other: Searching) -> None:

@@ -9,11 +9,11 @@ needs less by the formula takes its place:
       |             '- with less memory <-+- dropped
       '--- bytes of the formula times the smallest excess, where all are dropped
 
-If still none fits, a last search leaves out the stages that have been shown not to fit, one by one: one factor for all
-stages also refuses those that the formula knows better.
+Two more searches follow where they take little time. They correct no bytes, and leave out the stages that rehearsals
+have shown not to fit, one by one:
 
-Where memory may lack (`_looks_again`), a second search takes the formula's bytes for less than they are, as the formula
-may be too high; of its candidates, too, only those that the rehearsal lets pass are chosen.
+1. if anything was dropped: corrected bytes also refuse stages of which the formula says too much
+2. if memory may lack (`_looks_again`): with fewer bytes than the formula says of all stages
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Found:
     room: float = math.inf  # smallest share of the formula's bytes of a dropped stage that its device has
     dropped: int = 0  # candidates
     refused: list[tuple[tuple[str, int], RefusedStage]] = field(default_factory=list)  # as in `SearchSpace.refused`
-    at_last: bool = False  # whether only refused stages are left out, and no bytes of the formula are corrected
+    by_stage: bool = False  # whether stages that do not fit are left out, and no bytes of the formula are corrected
     _peaks: dict[Arrangement, Peaks] = field(default_factory=dict)
 
     def peaks_of(self, candidate: Candidate) -> Peaks:
@@ -84,7 +84,7 @@ class Found:
             too_large = [stage for stage, share in shares if share > _ALL] if config.chunks == 1 else []
             refused = self.searching.refused_stages(candidate, too_large)
             self.refused += refused
-            if self.at_last:
+            if self.by_stage:
                 self.searching.refused += refused
             else:
                 before = self.searching.bytes_factor(config)
@@ -115,7 +115,7 @@ class Found:
         """The best candidate that fits; None if there is none."""
         self.best = None
         quick, most = _is_quick(self.searching), _MOST_DROPPED
-        if self.at_last:
+        if self.by_stage:
             most = max(most, _DROPPED_TIMES_CUTS // self.searching.n_cuts)
         while self.candidates and self.best is None:
             best = choose(self.searching.costs, self.candidates)
@@ -216,7 +216,7 @@ def _searched(
     refused: Sequence[tuple[tuple[str, int], RefusedStage]] | None = None,
 ) -> Found:
     """`apart`: see `SearchSpace`. `faster_than`: seconds of a known step; for a cluster, plans that cannot be faster
-    may be left out. `refused`: the stages that a last search leaves out."""
+    may be left out. `refused`: the stages that the search leaves out."""
     if costs.cluster is not None:
         searching: Searching = SearchingAhead(costs, options, meshes, apart, faster_than=faster_than)
     else:
@@ -224,7 +224,7 @@ def _searched(
         if meshes is not None and (meshes.may_gain_time or _may_lack_memory(searching)):
             searching = SearchingAtHand(costs, options, meshes, apart)
     searching.refused += refused or ()
-    found = Found(searching, at_last=refused is not None)
+    found = Found(searching, by_stage=refused is not None)
     searching.fits = found.would_fit
     found.candidates = searching.run()
     best = found.choose(choose)

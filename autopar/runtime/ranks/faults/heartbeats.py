@@ -22,10 +22,14 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from autopar.runtime.ranks.faults.failure import Failure, Position
+from autopar.runtime.ranks.faults.processes import has_gone, own_process
 
 BEAT = 0.5  # s between two beats
 ANOTHER_BACKWARD = "another backward of the same outputs"  # what a call is named that goes back again
+GONE = 10.0  # s that a call may still take after the process of another rank has ended: it may need nothing more of it
 DIFFERENT = 10.0  # s that two ranks may be in different calls: beats are taken while calls begin and end
+
+KILLED = "its process ended: killed, or crashed"
 
 _FAILED = "failed"
 _ENDED = "ended"  # in the last beat of a rank that ended in good order
@@ -40,6 +44,7 @@ class Heartbeats:
         self.failure: Failure | None = None
         self._rank, self._size, self._store, self._timeout = rank, size, store, timeout
         self._n_beats = 0
+        self._process = own_process()
         self._own = (Position(), 0)  # in the last beat: position, calls that raised
         self._different = ("", 0.0)  # the calls that this rank and its neighbour are in, and for how long, in s
         self._ahead = (Position(), 0.0)  # the call that the neighbour has not begun, and for how long, in s
@@ -49,7 +54,7 @@ class Heartbeats:
         """A sign of life. `position`: what this rank is doing. `n_raised`: calls that have raised an error here."""
         self._n_beats += 1
         self._own = position, n_raised
-        self._send({"number": self._n_beats, "raised": n_raised}, position)
+        self._send({"number": self._n_beats, "raised": n_raised, "process": self._process}, position)
 
     def end(self, position: Position, error: str = "") -> None:
         """The last beat: this rank ends in good order. `error`: that its last call raised, if it did."""
@@ -68,6 +73,10 @@ class Heartbeats:
         with contextlib.suppress(RuntimeError):
             return {r: self._store.get(f"beat/{r}").decode() for r in ranks if self._store.check([f"beat/{r}"])}
         return {}
+
+    def gone(self, ranks: Sequence[int]) -> list[int]:
+        """Those whose processes on this machine have ended, other than in good order."""
+        return [r for r, beat in self.of(ranks).items() if not has_ended(beat) and has_gone(process_of(beat))]
 
     def last(self, rank: int) -> str:
         """The last beat of a rank: where the store is gone, the last that this rank heard; "" if it heard none."""
@@ -90,6 +99,8 @@ class Heartbeats:
             if silence > self._timeout:
                 cause = f"no sign of life for {self._timeout:g} s: it is stopped, or its machine cannot be reached"
                 self.record(Failure(rank, cause, position_of(beat), self._rank, is_last_beat=True))
+            elif silence > GONE and self._own[0].what and has_gone(process_of(beat)):
+                self.record(Failure(rank, KILLED, position_of(beat), self._rank, is_last_beat=True))
             self._compare(rank, beat, elapsed)
             return self._late(rank, beat, elapsed)
         return ""
@@ -177,6 +188,11 @@ def position_of(beat: str) -> Position:
     """What a rank was doing at a beat, as far as the beat says."""
     values = json.loads(beat) if beat else {}
     return Position(**{key: value for key, value in values.items() if key in _POSITION})
+
+
+def process_of(beat: str) -> str:
+    """`own_process` of the rank; "" if the beat does not say."""
+    return str(json.loads(beat).get("process", "")) if beat else ""
 
 
 def raised_until(beat: str) -> int:

@@ -7,8 +7,9 @@ half an hour. So every rank has two threads beside the one that computes:
    rank 0   talk:  every 0.5 s ..... writes a beat, reads its left neighbour's, looks for a failure   heartbeats.py
             judge: every 0.1 s ..... prints and ends the process once a failure is known
 ```
-A rank that fails writes the failure itself; one that was killed is noticed by the ranks that wait for it, as a broken
-connection; one that is stopped, or whose machine is gone, by its right neighbour, after `timeout` without a new beat.
+A rank that fails writes the failure itself. One that was killed is noticed by the ranks that wait for it, as a broken
+connection; those on its machine see which process is gone (processes.py). One that is stopped, or whose machine is
+gone, is noticed by its right neighbour, after `timeout` without a new beat.
 Ranks that wait for each other in different calls see that in their beats, too.
 """
 
@@ -40,7 +41,7 @@ from autopar.runtime.ranks.faults.failure import (
     is_lost_connection,
     names,
 )
-from autopar.runtime.ranks.faults.heartbeats import BEAT, Heartbeats, ending_of, has_ended, position_of
+from autopar.runtime.ranks.faults.heartbeats import BEAT, KILLED, Heartbeats, ending_of, has_ended, position_of
 from autopar.runtime.ranks.faults.raised_calls import RaisedCalls
 from autopar.runtime.ranks.one_message import is_on_all_ranks
 from autopar.runtime.step.error_context import PHASE_NAMES
@@ -55,6 +56,7 @@ _WHERE = "position_on_rank"  # attribute of an error that a call has raised: whe
 _LOOK = 0.1  # s between two looks of the judge
 _LAST_WORDS = 0.3  # s for a rank that fails in the same way to say so itself
 _LEAVE = 10.0  # s for a rank that has failed to clean up and end by itself
+_ENDING = 0.1  # s at most from the end of a connection to that of its process, before torchrun ends all others
 _REACT = 2.0  # s for the caller's thread to raise KeyboardInterrupt
 _LAST_CALL = 15.0  # s at most for a call of the store that a thread is in when the watcher stops
 _TAIL = 5.0  # s that a call may still take after the store's host has ended: it may have finished its own part
@@ -242,6 +244,8 @@ class Watcher:
         if self._store_rank in silent and not self.heartbeats.store_answers():
             silent = [self._store_rank]
         if len(silent) > 1:
+            silent = self._ended(silent)
+        if len(silent) > 1:
             _say(f"rank {self.rank} lost a connection {self.position}, and looks for the rank that ended")
             before = self.heartbeats.of(silent)
             time.sleep(2.5 * BEAT)
@@ -255,13 +259,20 @@ class Watcher:
             return Failure(-1, f"{who} ({cause})", self.position, self.rank)
         (rank,) = silent
         last, own = self.heartbeats.last(rank), self.position
-        how = ending_of(last) if has_ended(last) else "its process ended: killed, or crashed"
+        how = ending_of(last) if has_ended(last) else KILLED
         if due is not None:
             return Failure(rank, f"{how} ({cause})", Position(own.call, own.what, *due), self.rank)
         heard = position_of(last)
         if has_ended(last) or not last or heard.call != own.call:  # of a call that it has left since
             return Failure(rank, f"{how} ({cause})", UNKNOWN, self.rank)
         return Failure(rank, f"{how} ({cause})", heard, self.rank, is_last_beat=True)
+
+    def _ended(self, candidates: Sequence[int]) -> list[int]:
+        """The one of them whose process on this machine has ended; all of them where that is not to be seen."""
+        until = time.monotonic() + _ENDING
+        while not (gone := self.heartbeats.gone(candidates)) and time.monotonic() < until:
+            time.sleep(_ENDING / 20)
+        return gone if len(gone) == 1 else list(candidates)
 
     def went_well(self) -> bool:
         """Whether no call has raised here, and no failure of any rank is known."""

@@ -131,9 +131,9 @@ class PlanByHand:
                 gradients of its devices after the last backward, whatever `zero` says of states and gradients.
             recompute: "none"; "full": every layer keeps only its inputs, and runs again right before its backward
                 (Megatron-LM: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1;
-                torchtitan: full activation checkpointing); what lies outside of layers is kept. Of a model that
-                repeats no layers, it is "stage". "stage": stages keep only their inputs and run their forwards again.
-                "selective": stages keep all but what attention makes between its products, scores, softmax and
+                torchtitan: full activation checkpointing); what lies outside of layers is kept. Of a model
+                without equal layers in a row, it is "stage". "stage": stages keep only their inputs and run their
+                forwards again. "selective": stages keep all but what attention makes between its products, scores, softmax and
                 dropout, and run that with both products again. It is found by dataflow. Of an attention in one
                 operator, such as scaled_dot_product_attention, nothing is kept but its operands and its result.
                 "selective-op": as "full", but layers also keep what every second product with a parameter and every

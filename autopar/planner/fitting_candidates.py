@@ -81,10 +81,11 @@ class Found:
         config = candidate.config
         if config == self.searching.searched_config(candidate):  # under 1F1B, a plan for GPipe holds less
             shares = enumerate(self._shares(candidate))
-            too_large = [stage for stage, share in shares if share > _ALL] if config.chunks == 1 else []
-            refused = self.searching.refused_stages(candidate, too_large)
+            too_large = [stage for stage, share in shares if share > _ALL]
+            # Interleaved stages share a device.
+            refused = self.searching.refused_stages(candidate, too_large) if config.chunks == 1 else []
             self.refused += refused
-            if self.by_stage:
+            if self.by_stage and refused:
                 self.searching.refused += refused
             else:
                 before = self.searching.bytes_factor(config)

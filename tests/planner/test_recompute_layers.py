@@ -152,7 +152,7 @@ def test_a_model_without_layers_runs_whole_stages_again_and_says_so() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(LENGTH * HIDDEN, 8), nn.Tanh(), nn.LayerNorm(8))
     plan = hand("full", model)
     assert [stage.mode for stage in plan.stages] == [Recompute.STAGE]
-    assert any("repeats no layers" in note for note in plan.notes)
+    assert any("no equal layers follow" in note for note in plan.notes)
 
 
 def test_layers_of_one_operator_are_kept_for_what_they_are() -> None:

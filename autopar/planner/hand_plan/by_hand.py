@@ -135,7 +135,8 @@ def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]
     notes = notes_on_kept_layers(example)
     if notes is None:
         return "stage", (
-            f"the model repeats no layers: with recompute={degrees.recompute!r} its stages run again as one",
+            f"no equal layers follow each other in the model: with recompute={degrees.recompute!r} its stages run "
+            "again as one",
         )
     return degrees.recompute, notes
 

@@ -114,7 +114,7 @@ class Problem:
     sends_behind: bool = False  # whether transfers run behind the passes of other micro-batches
     chunks: int = 1  # stages of each device (interleaved); a device then counts as this many, without replicas
     share: float | None = None  # of the batch's bytes that a micro-batch has; default 1 / n_microbatches
-    refused: tuple[RefusedStage, ...] = ()
+    refused: tuple[RefusedStage, ...] = ()  # that the plan must not have
     known: KnownSeconds = field(default_factory=KnownSeconds, repr=False, compare=False)  # shared with other problems
 
     def __post_init__(self) -> None:

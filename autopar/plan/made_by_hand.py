@@ -133,9 +133,9 @@ class PlanByHand:
                 (Megatron-LM: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1;
                 torchtitan: full activation checkpointing); what lies outside of layers is kept. Of a model
                 without equal layers in a row, it is "stage". "stage": stages keep only their inputs and run their
-                forwards again. "selective": stages keep all but what attention makes between its products, scores, softmax and
-                dropout, and run that with both products again. It is found by dataflow. Of an attention in one
-                operator, such as scaled_dot_product_attention, nothing is kept but its operands and its result.
+                forwards again. "selective": stages keep all but what attention makes between its products, scores,
+                softmax and dropout, and run that with both products again. It is found by dataflow. Of an attention in
+                one operator, such as scaled_dot_product_attention, nothing is kept but its operands and its result.
                 "selective-op": as "full", but layers also keep what every second product with a parameter and every
                 attention in one operator make, and do not make that again (torchtitan: selective activation
                 checkpointing by operator). The search does not try it.

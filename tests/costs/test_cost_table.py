@@ -87,7 +87,10 @@ def test_every_size_is_measured_once(n_devices: int, batch: int, splittable: boo
     assert all(1 <= size <= max(batch, 1) for sizes in by_workers.values() for size in sizes)
     assert max(batch, 1) in by_workers[1]
     if splittable and n_microbatches is not None and batch > 1:
-        assert -(-batch // n_microbatches) in by_workers[min(n_devices, usable_cores())]
+        size, busy = -(-batch // n_microbatches), min(n_devices, usable_cores())
+        assert min(by_workers[busy]) <= size, "no size that is asked for is beyond those that are measured"
+        if size >= batch // 16:
+            assert jobs == measured._sizes(parse_devices(["cpu"] * n_devices), program, batching, None)
 
 
 class Block(nn.Module):

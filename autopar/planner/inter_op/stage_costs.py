@@ -56,7 +56,8 @@ class Costs:
             for recompute in self._recompute()
         ]
         self._pairs = problem.space.tables.pairs
-        self._refused_from = {mode: self._in_flight_refused(mode) for mode in self.modes}
+        nothing = np.full(len(self._pairs.start), _NOT_REFUSED)
+        self._refused_from = {mode: self._in_flight_refused(mode, nothing) for mode in self.modes}
         self._seconds = {kind: problem.seconds_of(kind) for kind in dict.fromkeys(mode.kind for mode in self.modes)}
         self._known_terms: dict[tuple[Mode, Lane, bool, bool], Terms] = {}
         self.terms: dict[Mode, Terms] = {}
@@ -110,19 +111,18 @@ class Costs:
         """Whether there is such a stage, and none with so many micro-batches in flight is refused, [n_pairs]."""
         return np.isfinite(self.terms[mode].fill) & (self._refused_from[mode] > in_flight)
 
-    def _in_flight_refused(self, mode: Mode) -> np.ndarray:
-        """The fewest micro-batches in flight with which a stage is refused, [n_pairs]."""
-        problem, cuts = self.problem, self.problem.space.cuts
-        fewest = np.full(len(self._pairs.start), _NOT_REFUSED)
-        for one in problem.refused:
-            if (
-                one.kind == (problem.pools[mode.kind], problem.kinds[mode.kind].name)
-                and one.recompute == mode.recompute
-            ):
-                start, stop = (np.flatnonzero((cuts == cut).all(axis=1)) for cut in (one.start, one.stop))
-                if start.size and stop.size:
-                    pair = self.pair(int(start[0]), int(stop[0]))
-                    fewest[pair] = min(fewest[pair], one.in_flight)
+    def _in_flight_refused(self, mode: Mode, nothing: np.ndarray) -> np.ndarray:
+        """The fewest micro-batches in flight with which a stage is refused, [n_pairs]; `nothing` if none is."""
+        kind, cuts = (self.problem.pools[mode.kind], self.problem.kinds[mode.kind].name), self.problem.space.cuts
+        mine = [one for one in self.problem.refused if one.kind == kind and one.recompute == mode.recompute]
+        if not mine:
+            return nothing
+        fewest, number = nothing.copy(), {cut.tobytes(): place for place, cut in enumerate(cuts)}
+        for one in mine:
+            start, stop = number.get(one.start.tobytes()), number.get(one.stop.tobytes())
+            if start is not None and stop is not None:
+                pair = self.pair(start, stop)
+                fewest[pair] = min(fewest[pair], one.in_flight)
         return fewest
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +14,24 @@ import pytest
 from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from partition_oracle import OracleStage, Stages, all_partitions, lacking, objective, problems, stage_time
+from partition_oracle import (
+    OracleStage,
+    Stages,
+    all_partitions,
+    lacking,
+    most_groups,
+    most_in_flight,
+    objective,
+    problems,
+    stage_time,
+)
 
 from autopar.planner.inter_op import needed_devices, partition, stage_seconds
 from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.cuts import line_cuts
 from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.partition import explain_infeasible, solve
-from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.problem import Problem, RefusedStage
 from autopar.planner.inter_op.solution import Solution
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
@@ -52,6 +63,52 @@ def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -
     if found is not None:
         assert found.objective == pytest.approx(least, rel=1e-9)
         assert found.bound == found.objective
+
+
+def with_in_flight(problem: Problem, stages: Stages) -> Iterator[tuple[frozenset[int], OracleStage, int]]:
+    """(atoms before it, stage, micro-batches that it holds)."""
+    groups, before = most_groups(problem, problem.counts), frozenset[int]()
+    for index, stage in enumerate(stages):
+        after = sum(later.replicas for later in stages[index + 1 :])
+        yield (
+            before,
+            stage,
+            most_in_flight(problem.schedule, problem.n_microbatches, stage.replicas, after, groups),
+        )
+        before |= stage.atoms
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(25), deadline=None)
+@given(problems(most=4), st.data())
+def test_refused_stages_are_in_no_plan_and_the_best_of_the_others_is_found(
+    problem: Problem, data: st.DataObject
+) -> None:
+    """One by one, as those of each plan found are refused."""
+    refused: list[tuple[frozenset[int], OracleStage, int]] = []
+
+    def is_refused(before: frozenset[int], stage: OracleStage, n: int) -> bool:
+        return any(
+            (before, stage.atoms, stage.kind, stage.recompute) == (b, s.atoms, s.kind, s.recompute) and n >= least
+            for b, s, least in refused
+        )
+
+    row = {frozenset(np.flatnonzero(cut).tolist()): cut for cut in problem.space.cuts}
+    fitting = [s for s in all_partitions(problem, problem.counts) if lacking(problem, s, problem.counts) <= 0]
+    for _ in range(3):
+        given = tuple(
+            RefusedStage((problem.pools[s.kind], problem.kinds[s.kind].name), s.recompute, row[b], row[b | s.atoms], n)
+            for b, s, n in refused
+        )
+        found = solve(replace(problem, refused=given))
+        left = [s for s in fitting if not any(itertools.starmap(is_refused, with_in_flight(problem, s)))]
+        least = min((objective(problem, s) for s in left), default=math.inf)
+        assert (found is None) == math.isinf(least)
+        if found is None:
+            return
+        assert found.objective == pytest.approx(least, rel=1e-9)
+        stages = list(with_in_flight(problem, as_oracle(problem, found)))
+        refused.append(data.draw(st.sampled_from(stages)))
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ class Measured:
 
     They are those under the caller's torch.autocast: of the thread that makes this object.
 
-    `leaves`: the flat inputs of an example call. `n_microbatches`: one that is asked for. `ranks`:
+    `leaves`: the flat inputs of an example call. `n_microbatches`: the number that the caller asks for. `ranks`:
     the processes of the devices, where each has its own; they measure together.
     """
 
@@ -284,8 +284,8 @@ def _sizes(
     The whole batch runs on one worker, micro-batches run with all workers busy; of CPU workers that share cores, as
     many as have some of the `cores` of their own (`CostGraph.crowding` prices the others). GPUs wait for each other's
     launches alone, unless they have their `own_processes`: on one of several, all micro-batches are measured as well,
-    since launches give the seconds by samples a bend. `n_microbatches`: one that is asked for. It adds a size only
-    where its micro-batches are smaller than all others: a plan has one price, whether they are asked for or found.
+    since launches give the seconds by samples a bend. `n_microbatches`: the number that the caller asks for. It
+    adds a size only if that is smaller than all others, so that a plan has one price, whether asked for or found.
     """
     batch = max(program.batch_size, 1)
     whole = [(1, batch)]
@@ -332,7 +332,7 @@ def measure_costs(
 ) -> CostGraph:
     """The measured cost graph of a call; times in the cache are not measured again. The model is unchanged.
 
-    `n_microbatches`: one that is asked for. `ranks`: the processes of the devices, if each has one.
+    `n_microbatches`: the number that the caller asks for. `ranks`: the processes of the devices, if each has one.
     """
     with measurement_cache(cache) as store, _apart(example):
         source = Measured.of(example, devices, n_microbatches=n_microbatches, cache=store, ranks=ranks)

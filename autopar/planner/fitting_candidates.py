@@ -12,7 +12,7 @@ needs less by the formula takes its place:
 Two more searches follow where they take little time. They correct no bytes, and leave out the stages that rehearsals
 have shown not to fit, one by one:
 
-1. if anything was dropped: corrected bytes also refuse stages of which the formula says too much
+1. if anything was dropped: corrected bytes also refuse stages whose bytes the formula overstates
 2. if memory may lack (`_looks_again`): with fewer bytes than the formula says of all stages
 """
 
@@ -29,7 +29,7 @@ from autopar.planner.inter_op.at_hand import SearchingAtHand
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.inter_op.memory_formula import all_resident
-from autopar.planner.inter_op.problem import RefusedStage
+from autopar.planner.inter_op.refused_stages import RefusedStage
 from autopar.planner.rehearsed_memory import Peaks, rehearsed
 from autopar.planner.search_options import SearchOptions
 
@@ -54,7 +54,7 @@ class Found:
     excess: float = math.inf  # smallest share of the memory that a dropped candidate needs; of all searches at the end
     room: float = math.inf  # smallest share of the formula's bytes of a dropped stage that its device has
     dropped: int = 0  # candidates
-    refused: list[tuple[tuple[str, int], RefusedStage]] = field(default_factory=list)  # as in `SearchSpace.refused`
+    refused: list[RefusedStage] = field(default_factory=list)  # as in `SearchSpace.refused`
     by_stage: bool = False  # whether stages that do not fit are left out, and no bytes of the formula are corrected
     _peaks: dict[Arrangement, Peaks] = field(default_factory=dict)
 
@@ -214,7 +214,7 @@ def _searched(
     apart: int | None = None,
     *,
     faster_than: float = math.inf,
-    refused: Sequence[tuple[tuple[str, int], RefusedStage]] | None = None,
+    refused: Sequence[RefusedStage] | None = None,
 ) -> Found:
     """`apart`: see `SearchSpace`. `faster_than`: seconds of a known step; for a cluster, plans that cannot be faster
     may be left out. `refused`: the stages that the search leaves out."""

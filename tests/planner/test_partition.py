@@ -31,7 +31,8 @@ from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.cuts import line_cuts
 from autopar.planner.inter_op.device_kind import DeviceKind
 from autopar.planner.inter_op.partition import explain_infeasible, solve
-from autopar.planner.inter_op.problem import Problem, RefusedStage
+from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.refused_stages import RefusedStage
 from autopar.planner.inter_op.solution import Solution
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
@@ -97,7 +98,15 @@ def test_refused_stages_are_in_no_plan_and_the_best_of_the_others_is_found(
     fitting = [s for s in all_partitions(problem, problem.counts) if lacking(problem, s, problem.counts) <= 0]
     for _ in range(3):
         given = tuple(
-            RefusedStage((problem.pools[s.kind], problem.kinds[s.kind].name), s.recompute, row[b], row[b | s.atoms], n)
+            RefusedStage(
+                problem.schedule,
+                problem.n_microbatches,
+                (problem.pools[s.kind], problem.kinds[s.kind].name),
+                s.recompute,
+                row[b],
+                row[b | s.atoms],
+                n,
+            )
             for b, s, n in refused
         )
         found = solve(replace(problem, refused=given))

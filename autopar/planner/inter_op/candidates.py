@@ -36,7 +36,8 @@ from autopar.planner.inter_op.cut_selection import (
 from autopar.planner.inter_op.device_assignment import assign_groups
 from autopar.planner.inter_op.moved_boundaries import partitions_near
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import Problem, RefusedStage
+from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.refused_stages import RefusedStage
 from autopar.planner.inter_op.search_counts import FEW_DEVICES
 from autopar.planner.inter_op.search_space import SearchSpace
 from autopar.planner.inter_op.solution import Solution
@@ -149,9 +150,7 @@ class Searching(SearchSpace):
         found = PartitionResult(problem, solution.copied(config.copies), self.complete)
         return self._with_moved(list(self._candidates(config, found)))
 
-    def refused_stages(
-        self, candidate: Candidate, numbers: Sequence[int]
-    ) -> list[tuple[tuple[str, int], RefusedStage]]:
+    def refused_stages(self, candidate: Candidate, numbers: Sequence[int]) -> list[RefusedStage]:
         """Some stages of a candidate, for `refused`."""
         config, problem, stages = candidate.config, candidate.found.problem, candidate.solution.stages
         replicas = [stage.replicas // config.copies for stage in stages]
@@ -162,8 +161,8 @@ class Searching(SearchSpace):
             cuts, pool = problem.space.cuts, problem.pools[one.kind]
             own, after = replicas[number], sum(replicas[number + 1 :])
             n = in_flight(problem, most_groups, own, after)
-            stage = RefusedStage((pool, kind.name), one.recompute, cuts[one.start], cuts[one.stop], n)
-            found.append(((config.schedule, config.n_microbatches), stage))
+            where = (pool, kind.name), one.recompute, cuts[one.start], cuts[one.stop]
+            found.append(RefusedStage(config.schedule, config.n_microbatches, *where, n))
         return found
 
     def take_in(self, other: Searching) -> None:

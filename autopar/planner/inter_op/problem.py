@@ -25,6 +25,7 @@ from autopar.planner.inter_op.atom_times import Behind, CoreSeconds, PassSeconds
 from autopar.planner.inter_op.checks import check, check_costs
 from autopar.planner.inter_op.cut_tables import Tables
 from autopar.planner.inter_op.device_kind import DeviceKind
+from autopar.planner.inter_op.refused_stages import RefusedStage
 from autopar.planner.inter_op.space import Space
 from autopar.planner.inter_op.stage_seconds import KnownSeconds, OneKind, StageSeconds
 
@@ -64,20 +65,6 @@ class Captured:
     def only(self, kinds: Sequence[int]) -> Captured:
         chosen = list(kinds)
         return Captured(PassSeconds(*(a[chosen] for a in self.each)), self.modes)
-
-
-@dataclass(frozen=True, eq=False)
-class RefusedStage:
-    """A stage that a rehearsal has shown not to fit, with so many micro-batches in flight or more.
-
-    One with more atoms may fit, as it may send less.
-    """
-
-    kind: tuple[int, str]  # pool, name
-    recompute: int  # a `Recompute`
-    start: np.ndarray  # bool [n]: the cut before it
-    stop: np.ndarray  # bool [n]: the cut after it
-    in_flight: int  # micro-batches that a replica holds
 
 
 @dataclass(frozen=True)

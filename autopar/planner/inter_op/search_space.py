@@ -24,7 +24,8 @@ from autopar.planner.inter_op.kind_times import accumulation_of, by_kind, captur
 from autopar.planner.inter_op.memory_formula import resident_bytes
 from autopar.planner.inter_op.mesh_places import counts_exactly, devices_by_node
 from autopar.planner.inter_op.optimizer_seconds import stepped
-from autopar.planner.inter_op.problem import Problem, RefusedStage
+from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.refused_stages import RefusedStage
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
 from autopar.planner.inter_op.search_counts import (
     FEW_DEVICES,
@@ -95,8 +96,7 @@ class SearchSpace:
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
         self._known_kinds: dict[tuple[int, int], DeviceKind] = {}
         self.bytes_factors: dict[Config, float] = {}  # what rehearsals have shown, in place of `options.bytes_factor`
-        # The same of single stages: ((schedule, n_microbatches), stage).
-        self.refused: list[tuple[tuple[str, int], RefusedStage]] = []
+        self.refused: list[RefusedStage] = []  # the same of single stages
 
     def problem(self, m: int, schedule: str, counts: Used, chunks: int = 1, space: Space | None = None) -> Problem:
         """The partition problem for `m` micro-batches, with the times of operators on that many busy devices."""
@@ -144,7 +144,7 @@ class SearchSpace:
             sends_behind=costs.overlap.sends and behind,
             chunks=chunks,
             share=largest_size(costs.batch_size, m) / costs.batch_size,  # of the largest micro-batch
-            refused=tuple(one for key, one in self.refused if rehearsed and _is_refused(key, schedule, m)),
+            refused=tuple(one for one in self.refused if rehearsed and one.applies(schedule, m)),
             known=self._known_seconds,
         )
 
@@ -418,9 +418,3 @@ class SearchSpace:
         if most <= self.effort.counts + 4:
             return list(range(1, most + 1))
         return sorted({round(x) for x in np.geomspace(1, most, self.effort.counts)})
-
-
-def _is_refused(key: tuple[str, int], schedule: str, m: int) -> bool:
-    """Whether a stage that is refused under `key` is refused with `m` micro-batches, too. Fewer of them are larger, but
-    the gradients of a single one come after its forward."""
-    return key == (schedule, m) or (key[0] == schedule and 1 < m < key[1])

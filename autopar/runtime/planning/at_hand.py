@@ -108,7 +108,7 @@ def _measured(
     progress: Progress,
     ranks: JobRanks | None = None,
 ) -> CostGraph:
-    """What the call costs: its operators, and Python itself. `n_microbatches`: one that is asked for."""
+    """What the call costs: its operators, and Python itself. `n_microbatches`: the number that the caller asks for."""
     cache = options.cache
     costs = measure_costs(example, devices, n_microbatches=n_microbatches, cache=cache, progress=progress, ranks=ranks)
     python = python_overhead(costs.devices if ranks is None else costs.devices[:1], cache=cache)
